@@ -1,0 +1,142 @@
+"""Checks of what callers pass, and one flat view of it: every message names the argument and the shapes."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import PolicyLossConfig
+from .objective import TokenInputs
+
+
+class TokenBatch(NamedTuple):
+    """The per-token arguments of one call, flattened to `[N]`."""
+
+    shape: torch.Size
+    """Shape of the caller's targets or log-probs."""
+    mask: Tensor
+    """`[N]` bool."""
+    inputs: TokenInputs
+    """`[N]` each; masked entries may hold anything."""
+    sequence_ids: Tensor | None
+    """`[N]` int64 where the reduction needs them."""
+
+
+def flatten_tokens(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    config: PolicyLossConfig,
+    *,
+    advantages: Tensor,
+    mask: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    token_weights: Tensor | None,
+    entropy_weights: Tensor | None,
+    denominator: Tensor | float | None,
+    sequence_ids: Tensor | None,
+) -> TokenBatch:
+    """Checks every per-token argument against `shape` and flattens it; floats become `dtype`."""
+    check_config(config)
+    if config.kl_coef != 0 and ref_logprobs is None:
+        raise ValueError(f"ref_logprobs is required when config.kl_coef is not 0 (it is {config.kl_coef})")
+    _check_denominator(denominator, config)
+
+    def per_token(name: str, value: Tensor | None, also: tuple[str, ...] = ()) -> Tensor | None:
+        if value is None:
+            return None
+        expanded = _expand(name, value, shape, also)
+        return expanded.detach().to(dtype).reshape(-1)
+
+    mask = _expand("mask", mask, shape, ()).detach().reshape(-1)
+    inputs = TokenInputs(
+        advantages=per_token("advantages", advantages, ("[B]", "[B, 1]")),
+        old_logprobs=per_token("old_logprobs", old_logprobs),
+        ref_logprobs=per_token("ref_logprobs", ref_logprobs),
+        token_weights=per_token("token_weights", token_weights, ("[B, 1]",)),
+        entropy_weights=per_token("entropy_weights", entropy_weights, ("0-d",)),
+    )
+    ids = _sequence_ids(sequence_ids, shape, config, mask.device)
+    return TokenBatch(shape, mask if mask.dtype == torch.bool else mask != 0, inputs, ids)
+
+
+def check_config(config: PolicyLossConfig) -> None:
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config must be a PolicyLossConfig, got {type(config).__name__}")
+
+
+def _check_tensor(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def _expand(name: str, value: Tensor, shape: torch.Size, also: tuple[str, ...]) -> Tensor:
+    _check_tensor(name, value)
+    if value.shape == shape:
+        return value
+    if "0-d" in also and value.dim() == 0:
+        return value.expand(shape)
+    if len(shape) == 2:
+        if "[B]" in also and value.shape == shape[:1]:
+            return value[:, None].expand(shape)
+        if "[B, 1]" in also and value.shape == (shape[0], 1):
+            return value.expand(shape)
+    allowed = " or ".join([str(list(shape)), *also])
+    raise ValueError(f"{name} must have shape {allowed} to go with the tokens, got {list(value.shape)}")
+
+
+def _check_denominator(denominator: Tensor | float | None, config: PolicyLossConfig) -> None:
+    if denominator is None:
+        if config.reduction == "constant":
+            raise ValueError("denominator is required when config.reduction is 'constant'")
+    elif isinstance(denominator, Tensor):
+        if denominator.dim() != 0:
+            raise ValueError(f"denominator must be a number or 0-d, got shape {list(denominator.shape)}")
+    elif not isinstance(denominator, Real):
+        raise TypeError(f"denominator must be a number or 0-d tensor, got {type(denominator).__name__}")
+    elif not denominator > 0:
+        raise ValueError(f"denominator must be over 0, got {denominator}")
+
+
+def _sequence_ids(
+    sequence_ids: Tensor | None, shape: torch.Size, config: PolicyLossConfig, device: torch.device
+) -> Tensor | None:
+    if not config.reduction.startswith("seq-mean"):
+        return None
+    if sequence_ids is not None:
+        _check_tensor("sequence_ids", sequence_ids)
+        if sequence_ids.dtype != torch.int64:
+            raise TypeError(f"sequence_ids must be int64, got {sequence_ids.dtype}")
+        return _expand("sequence_ids", sequence_ids, shape, ()).reshape(-1)
+    if len(shape) < 2:
+        raise ValueError(
+            f"sequence_ids is required for a packed batch {list(shape)} when config.reduction is "
+            f"{config.reduction!r}"
+        )
+    rows = shape[:-1].numel()
+    return torch.arange(rows, device=device).repeat_interleave(shape[-1])
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+    """Raises unless hidden is `[..., H]`, weight `[V, H]`, bias `[V]`, targets `[...]` int64."""
+    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias), ("targets", targets)):
+        if name == "bias" and value is None:
+            continue
+        _check_tensor(name, value)
+        if name != "targets" and not value.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
+    if hidden.shape != (*targets.shape, weight.shape[1]):
+        wanted = [*targets.shape, weight.shape[1]]
+        raise ValueError(
+            f"hidden must be [..., H] = {wanted} for targets {list(targets.shape)} and weight "
+            f"{list(weight.shape)}, got {list(hidden.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [V] = {[weight.shape[0]]}, got {list(bias.shape)}")

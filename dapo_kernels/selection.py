@@ -1,0 +1,71 @@
+"""Which tokens are scored and which of them carry gradient, known before any GEMM."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import TokenBatch
+from .config import PolicyLossConfig
+
+
+class Selection(NamedTuple):
+    """Flat indices of the scored tokens; the first `num_active` may carry gradient, the others cannot."""
+
+    index: Tensor  # [n] int64
+    num_active: int
+
+
+def select_tokens(
+    targets: Tensor,  # [N] int64
+    batch: TokenBatch,
+    vocab_size: int,
+    config: PolicyLossConfig,
+    selection: Tensor | None = None,
+) -> Selection:
+    """Orders tokens as active, scored only, left out. Masked tokens are left out, and where neither KL nor
+    entropy bonus is in the loss, tokens with `advantage * token_weight == 0` are known to be inactive.
+
+    The counts and the check of the ids share the one host read of a call. With `selection` (the flat
+    indices of the unmasked tokens) nothing is read: all of them are taken as active, unchecked.
+    """
+    if selection is not None:
+        if not isinstance(selection, Tensor):
+            raise TypeError(f"selection must be a tensor, got {type(selection).__name__}")
+        if selection.dim() != 1 or selection.dtype != torch.int64:
+            raise ValueError(f"selection must be [n] int64, got {list(selection.shape)} {selection.dtype}")
+        return Selection(selection, selection.numel())
+
+    mask = batch.mask
+    active = mask
+    if config.zero_advantage_is_inert:
+        gain = batch.inputs.advantages
+        if batch.inputs.token_weights is not None:
+            gain = gain * batch.inputs.token_weights
+        active = mask & (gain != 0)
+    scored = active if config.skip_zero_advantage else mask
+
+    bad = mask & ((targets < 0) | (targets >= vocab_size))
+    num_active, num_scored, num_bad = read_back(torch.stack([active.sum(), scored.sum(), bad.sum()]))
+    if num_bad:
+        worst = targets[bad][0].item()
+        raise ValueError(
+            f"targets must be in [0, {vocab_size}) where mask is 1, got {num_bad} outside, such as {worst}"
+        )
+    rank = 2 - scored.to(torch.uint8) - active.to(torch.uint8)  # 0 active, 1 scored only, 2 left out
+    order = rank.sort(stable=True).indices
+    return Selection(order[:num_scored], num_active)
+
+
+def read_back(values: Tensor) -> list[int]:
+    """The only place where a loss call waits for the device."""
+    return values.tolist()
+
+
+def scatter_tokens(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    """`[n]` values back to `shape`, 0 elsewhere."""
+    flat = values.new_zeros(shape.numel())
+    flat[index] = values
+    return flat.view(shape)
