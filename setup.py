@@ -31,7 +31,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["dapo_kernels", "dapo_kernels.*", "dapo", "dapo.*"]),
-    package_data={"dapo": ["*.jinja"]},
+    package_data={"dapo.report": ["*.jinja"]},
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "train": TRAIN,

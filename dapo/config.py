@@ -1,0 +1,294 @@
+"""The configuration of a run: typed sections, one YAML file, `section.key=value` overrides.
+
+Every key has its meaning under it. Unknown keys and wrong types are `UserError`s that name the key, what was
+given, what is allowed, and for a misspelt key the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from .errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of a transformers causal language model with its tokenizer, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights. Training in bfloat16 needs a larger learning rate than 1e-6 to move them."""
+
+
+class SourceConfig(Section):
+    source: str
+    """`reasoning_gym:TASK`, or a path to a `.jsonl` or `.parquet` file."""
+    task: dict[str, Any] = {}
+    """Options of the reasoning_gym task, its `seed` and `size` included."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of `{role, content}` messages. Dots reach into structs."""
+    answer_column: str = "answer"
+    """Column with the right answer. Dots reach into structs (`reward_model.ground_truth`)."""
+    limit: Count | None = None
+    """Use only the first so many prompts that pass the filters."""
+
+
+class DataConfig(Section):
+    train: SourceConfig
+    """Prompts to train on. Those that are also in `eval` are left out."""
+    eval: SourceConfig | None = None
+    """Held-out prompts."""
+    prompt_template: str = "{prompt}"
+    """What a string prompt is wrapped in."""
+    chat_template: bool = False
+    """Send string prompts through the tokenizer's chat template, as one user message. Message lists always go
+    through it."""
+    max_prompt_length: Count = 2048
+    """Longer prompts (in tokens) are dropped and counted, never cut."""
+    deduplicate: bool = True
+    """Keep one of identical prompts (the hub's DAPO-Math-17k holds each about 100 times)."""
+
+
+class RewardConfig(Section):
+    answer_pattern: str | None = None
+    """Regular expression; its last match in the response (group 1, if it has one) is the answer that is
+    scored. Null: the whole response, stripped."""
+    correct: float = 1.0
+    wrong: float = -1.0
+
+
+class RolloutConfig(Section):
+    """Responses are always sampled from the policy's whole distribution (top_p 1, top_k off, no repetition
+    penalty): with any of these the log-probs that training needs would be those of another distribution."""
+
+    engine: Literal["hf"] = "hf"
+    """`hf`: `generate` of transformers."""
+    prompts_per_step: Count = 512
+    """Groups trained on in a step (one rollout batch)."""
+    prompts_per_generation: Count | None = None
+    """Prompts sampled at a time. Null: `prompts_per_step`. The paper takes three times that, so that one
+    generation batch often leaves enough groups after filtering."""
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """Responses to each prompt; a group of one has no advantage to learn from."""
+    max_response_length: Count = 20480
+    """Tokens, including the soft overlong punishment's cache."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the loss uses the same."""
+    max_sequences: Count = 128
+    """Sequences generated at a time."""
+
+
+class AlgorithmConfig(Section):
+    """DAPO's four techniques are switches. All off is naive GRPO without a KL term."""
+
+    clip_higher: bool = True
+    """Off: the upper clip range is `epsilon_low` too."""
+    epsilon_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    epsilon_high: Weight = 0.28
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative (the released script has 10)."""
+    dynamic_sampling: bool = True
+    """Drop groups that are all right or all wrong, and sample until the batch is full."""
+    max_generation_batches: Count = 10
+    """Generation batches a step may take to fill the batch."""
+    on_too_few_groups: Literal["stop", "train"] = "stop"
+    """After `max_generation_batches`: stop with a message, or train on the groups there are."""
+    surplus_groups: Literal["discard", "keep"] = "discard"
+    """Qualified groups beyond the batch: discard as the released run did, or keep for the next step, with
+    the log-probs of the policy that generated them as old log-probs."""
+    token_level_loss: bool = True
+    """Mean over all tokens of the optimizer step. Off: mean over sequences of their token means (GRPO)."""
+    soft_overlong_punishment: bool = True
+    """Eq. 13: a penalty that grows over the last `overlong_cache_length` tokens."""
+    overlong_cache_length: Count = 4096
+    overlong_penalty_factor: Weight = 1.0
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss (they still count in their group's advantages)."""
+    num_iterations: Count = 1
+    """Passes over each rollout batch (the paper's mu)."""
+    advantage_eps: Annotated[float, Field(gt=0)] = 1e-6
+
+
+class OptimizerConfig(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Weight = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Linear warm-up, in rollout steps; all updates of a step share its learning rate."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TrainConfig(Section):
+    steps: Count
+    """Rollout batches to train on."""
+    mini_batch_prompts: Count | None = None
+    """Groups of one optimizer step. Null: `rollout.prompts_per_step`, one update a step."""
+    max_tokens_per_micro_batch: Count = 22528
+    """Padded tokens of one forward and backward. Changes memory and speed, not the gradient."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, more time."""
+    save_model: bool = True
+    """Write the trained model to `RUN/model` at the end, as a transformers folder."""
+
+
+class EvalConfig(Section):
+    """Needs `data.eval`. Runs before the first and after the last step."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Also every so many steps. 0: no."""
+    samples_per_prompt: Count = 32
+    """avg@k: responses to each prompt."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.7
+    greedy: bool = True
+    """One greedy response to each prompt besides."""
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    rollouts: bool = True
+    """Write every response to `RUN/rollouts`."""
+
+
+class Config(Section):
+    run_dir: str
+    """Folder of the run; must not hold one already."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of sampling noise and data order."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        rollout, algorithm = self.rollout, self.algorithm
+        mini = self.train.mini_batch_prompts
+        if mini is not None and rollout.prompts_per_step % mini:
+            raise ValueError(
+                f"train.mini_batch_prompts ({mini}) must divide rollout.prompts_per_step "
+                f"({rollout.prompts_per_step})"
+            )
+        cache, longest = algorithm.overlong_cache_length, rollout.max_response_length
+        if algorithm.soft_overlong_punishment and cache >= longest:
+            raise ValueError(
+                f"algorithm.overlong_cache_length ({cache}) must be under rollout.max_response_length "
+                f"({longest})"
+            )
+        if algorithm.dual_clip is not None and algorithm.dual_clip < 1 + algorithm.epsilon_high:
+            raise ValueError(
+                f"algorithm.dual_clip must be null or at least 1 + epsilon_high, got {algorithm.dual_clip}"
+            )
+        if "{prompt}" not in self.data.prompt_template:
+            raise ValueError(
+                f"data.prompt_template must contain {{prompt}}, got {self.data.prompt_template!r}"
+            )
+        return self
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        return self.train.mini_batch_prompts or self.rollout.prompts_per_step
+
+    @property
+    def prompts_per_generation(self) -> int:
+        return self.rollout.prompts_per_generation or self.rollout.prompts_per_step
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Reads a YAML file, applies `section.key=value` overrides (values are YAML) and validates."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"config file {path} not found")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}") from None
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold sections such as `model:`, got {type(values).__name__}")
+    for override in overrides or []:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise UserError(f"override {override!r} must be section.key=value")
+        _set(values, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: " + "; ".join(_describe(item) for item in error.errors())) from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes the fully resolved configuration; `load_config` reads it back to the same."""
+    with path.open("w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(config.model_dump(mode="json"), file)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-5 is a number, `on` is not
+    except YAMLError as error:
+        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _set(values: dict, keys: list[str], value: Any, override: str) -> None:
+    for key in keys[:-1]:
+        if values.get(key) is None:
+            values[key] = {}
+        child = values[key]
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {key} is not a section")
+        values = child
+    values[keys[-1]] = value
+
+
+def _describe(error: dict) -> str:
+    keys = [str(key) for key in error["loc"]]
+    name = ".".join(keys)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {name}; {_nearest(keys)}"
+    if error["type"] == "missing":
+        return f"{name} is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if not name:
+        return message
+    message = message[0].lower() + message[1:]
+    return f"{name}: {message}, got {error['input']!r} ({type(error['input']).__name__})"
+
+
+def _nearest(keys: list[str]) -> str:
+    known = _all_keys(Config)
+    name = ".".join(keys)
+    close = [other for other in known if other.split(".")[-1] == keys[-1]][:1]  # in the wrong section
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    siblings = [other.split(".")[-1] for other in known if other.split(".")[:-1] == keys[:-1]]
+    return f"did you mean {close[0]}?" if close else f"allowed here: {', '.join(siblings)}"
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                keys += _all_keys(kind, f"{prefix}{name}.")
+    return keys

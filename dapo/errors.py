@@ -1,0 +1,11 @@
+"""Errors that are shown to a person as one line, without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something in the configuration or the data that only the user can change (exit code 2)."""
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on as configured; what was written so far is whole (exit code 1)."""

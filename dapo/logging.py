@@ -1,0 +1,96 @@
+"""What a run leaves behind: metrics.jsonl, rollouts, evaluations, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from .config import Config, save_config
+from .errors import UserError
+from .evaluate import EvalResponse, EvalResult
+from .sampling import RolloutBatch
+
+
+class RunLogger:
+    """Writes a run's folder. Every file appears whole, and every line of metrics.jsonl in one write."""
+
+    def __init__(self, config: Config) -> None:
+        self.run, self.config = Path(config.run_dir), config
+        try:
+            self.run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run_dir {self.run} cannot be made: {error.strerror}; choose another") from None
+        if any(self.run.iterdir()):
+            raise UserError(f"run_dir {self.run} is not empty: choose another run_dir, or move that run away")
+        save_config(config, self.run / "config.yaml")
+        self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8")
+        self.tensorboard = None
+        if config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(self.run / "tensorboard"))
+
+    def log_step(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
+        if self.config.logging.rollouts:
+            _write_jsonl(self.run / "rollouts" / f"step_{batch.step:06d}.jsonl", _rollout_rows(batch))
+        line = {name: _finite(value) for name, value in metrics.items()}
+        self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self.metrics.flush()
+        self._scalars(metrics, batch.step)
+
+    def log_eval(self, result: EvalResult, responses: list[EvalResponse]) -> None:
+        path = self.run / "eval" / f"step_{result.step:06d}.jsonl"
+        _write_jsonl(path, map(asdict, responses))
+        _write_text(path.with_suffix(".json"), json.dumps(result.as_dict(), indent=2) + "\n")
+        self._scalars({f"eval/{name}": value for name, value in result.as_dict().items()}, result.step)
+
+    def _scalars(self, values: dict, step: int) -> None:
+        if self.tensorboard is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self.tensorboard.add_scalar(name, value, step)
+        self.tensorboard.flush()
+
+    def close(self) -> None:
+        self.metrics.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def _rollout_rows(batch: RolloutBatch) -> Iterable[dict]:
+    for group, kept in zip(batch.sampled, batch.qualified):
+        for sample in group.samples:
+            yield {
+                "prompt": group.prompt.text,
+                "response": sample.text,
+                "answer": group.prompt.row.answer,
+                "reward": sample.reward,
+                "accuracy": int(sample.verdict.correct),
+                "length": len(sample.completion.token_ids),
+                "truncated": not sample.completion.finished,
+                "kept": kept,
+            }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    _write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Writes beside the target and renames: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

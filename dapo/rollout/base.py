@@ -1,0 +1,53 @@
+"""What a rollout engine is asked and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. The defaults are the policy's own distribution; every engine sets all of them
+    explicitly, because engines' and models' own defaults differ."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to one prompt."""
+
+    prompt_ids: list[int]
+    noise_key: tuple[int, ...]
+    """Seeds this response's sampling noise, for instance (seed, step, prompt, sample): what is sampled
+    depends on neither the batch nor the rank it runs in."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    token_ids: list[int]
+    """EOS included, where the response ended by itself."""
+    logprobs: list[float]
+    """Of each token, in the distribution it was sampled from."""
+    finished: bool
+    """False: cut at `max_new_tokens`."""
+
+
+class RolloutEngine(Protocol):
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """One completion for each request, in order."""
+        ...
+
+    def sync_weights(self) -> None:
+        """Makes the engine sample from the policy as it is now."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,174 @@
+"""Dynamic sampling: generate, judge, drop groups without signal, until the batch is full (Algorithm 1)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from .algorithm import keep_group, soft_overlong_penalty
+from .config import Config
+from .data import Prompt, PromptStream
+from .errors import TrainingStopped
+from .rewards import Scorer, Verdict
+from .rollout import Completion, Request, RolloutEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One judged response."""
+
+    completion: Completion
+    text: str
+    verdict: Verdict
+    penalty: float
+    """Soft overlong punishment, at most 0."""
+    reward: float
+    """Of the verdict, plus the penalty."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All responses to one prompt."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    step: int
+    """The step whose policy generated it."""
+
+    @property
+    def accuracy(self) -> float:
+        return sum(sample.verdict.correct for sample in self.samples) / len(self.samples)
+
+
+@dataclass
+class RolloutBatch:
+    """What one step samples and what of it is trained on."""
+
+    step: int
+    groups: list[Group] = field(default_factory=list)
+    """To train on."""
+    sampled: list[Group] = field(default_factory=list)
+    """Everything generated in this step, before filtering."""
+    qualified: list[bool] = field(default_factory=list)
+    """Of each sampled group, whether it passed the filter."""
+    num_gen_batches: int = 0
+    time_rollout_s: float = 0.0
+    time_reward_s: float = 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        """Steps between generation and training of the oldest group."""
+        return max((self.step - group.step for group in self.groups), default=0)
+
+
+class Sampler:
+    """Fills rollout batches. Holds the surplus groups between steps when they are kept."""
+
+    def __init__(
+        self,
+        config: Config,
+        stream: PromptStream,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.config, self.stream, self.engine = config, stream, engine
+        self.scorer, self.tokenizer = scorer, tokenizer
+        self.surplus: list[Group] = []
+
+    def fill(
+        self, step: int, on_progress: Callable[[RolloutBatch], None] = lambda batch: None
+    ) -> RolloutBatch:
+        """One rollout batch. Raises `TrainingStopped` when it cannot be filled and is configured to stop."""
+        algorithm, wanted = self.config.algorithm, self.config.rollout.prompts_per_step
+        batch = RolloutBatch(step, groups=self.surplus[:wanted])
+        self.surplus = self.surplus[wanted:]
+        served: Counter[int] = Counter()
+        while len(batch.groups) < wanted:
+            if batch.num_gen_batches == algorithm.max_generation_batches:
+                if algorithm.on_too_few_groups == "stop":
+                    raise TrainingStopped(self._too_few(batch))
+                break
+            count = self.config.prompts_per_generation if algorithm.dynamic_sampling else wanted
+            for group in self._generate(batch, self.stream.take(count), served):
+                qualified = not algorithm.dynamic_sampling or keep_group(
+                    [sample.verdict.correct for sample in group.samples]
+                )
+                batch.sampled.append(group)
+                batch.qualified.append(qualified)
+                if not qualified:
+                    continue
+                if len(batch.groups) < wanted:
+                    batch.groups.append(group)
+                elif algorithm.surplus_groups == "keep":
+                    self.surplus.append(group)
+            on_progress(batch)
+        return batch
+
+    def _generate(self, batch: RolloutBatch, prompts: list[Prompt], served: Counter[int]) -> list[Group]:
+        config, size = self.config, self.config.rollout.group_size
+        requests = []
+        for prompt in prompts:
+            # A prompt that comes up again within a step (a small data set) gets fresh noise.
+            first = size * served[prompt.index]
+            served[prompt.index] += 1
+            for sample in range(first, first + size):
+                requests.append(Request(prompt.ids, (config.seed, batch.step, prompt.index, sample)))
+        sampling = SamplingParams(config.rollout.max_response_length, config.rollout.temperature)
+
+        started = time.perf_counter()
+        completions = self.engine.generate(requests, sampling)
+        batch.time_rollout_s += time.perf_counter() - started
+        batch.num_gen_batches += 1
+
+        started = time.perf_counter()
+        groups = []
+        for i, prompt in enumerate(prompts):
+            samples = [
+                self._judge(prompt, completion) for completion in completions[i * size : (i + 1) * size]
+            ]
+            groups.append(Group(prompt, samples, batch.step))
+        batch.time_reward_s += time.perf_counter() - started
+        return groups
+
+    def _judge(self, prompt: Prompt, completion: Completion) -> Sample:
+        algorithm = self.config.algorithm
+        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        verdict = self.scorer(text, prompt)
+        penalty = 0.0
+        if algorithm.soft_overlong_punishment:
+            penalty = soft_overlong_penalty(
+                len(completion.token_ids),
+                self.config.rollout.max_response_length,
+                algorithm.overlong_cache_length,
+                algorithm.overlong_penalty_factor,
+            )
+        rule = self.config.reward.correct if verdict.correct else self.config.reward.wrong
+        return Sample(completion, text, verdict, penalty, rule + penalty)
+
+    def _too_few(self, batch: RolloutBatch) -> str:
+        algorithm, rollout = self.config.algorithm, self.config.rollout
+        bins = Counter(_solve_rate_bin(group.accuracy) for group in batch.sampled)
+        histogram = ", ".join(f"{name}: {bins[name]}" for name in SOLVE_RATE_BINS)
+        easy, hard = bins["all right"], bins["none right"]
+        advice = "easier prompts or a larger rollout.group_size" if hard >= easy else "harder prompts"
+        return (
+            f"step {batch.step}: after {batch.num_gen_batches} generation batches only {len(batch.groups)} "
+            f"groups of rollout.prompts_per_step={rollout.prompts_per_step} have right and wrong responses; "
+            f"solve rates of the {len(batch.sampled)} groups sampled: {histogram}. Use {advice}, raise "
+            f"algorithm.max_generation_batches ({algorithm.max_generation_batches}), or set "
+            "algorithm.on_too_few_groups=train to train on the groups there are"
+        )
+
+
+SOLVE_RATE_BINS = ("none right", "under 25%", "25-50%", "50-75%", "75% and more", "all right")
+
+
+def _solve_rate_bin(accuracy: float) -> str:
+    if accuracy in (0, 1):
+        return SOLVE_RATE_BINS[0] if accuracy == 0 else SOLVE_RATE_BINS[-1]
+    return SOLVE_RATE_BINS[1 + int(accuracy * 4)]

@@ -1,0 +1,125 @@
+"""Algorithm 1 of the paper: sample a batch, judge it, filter it, update on it, again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from .config import Config
+from .data import PromptSet, PromptStream, load_prompts
+from .errors import UserError
+from .evaluate import EvalResult, evaluate
+from .logging import RunLogger
+from .metrics import peak_memory_bytes, peak_memory_gb, rollout_metrics
+from .model import Policy, checkpoint_activations, load_model, save_model, verify_head
+from .progress import StepProgress, describe_eval, describe_gain
+from .report import write_report
+from .rewards import Scorer
+from .rollout import HFEngine
+from .sampling import RolloutBatch, Sampler
+from .update import Updater
+
+
+class Trainer:
+    """One run, from its configuration to its report. Raises `UserError` before anything is written when the
+    configuration, the model or the data cannot work."""
+
+    def __init__(self, config: Config, console: Console | None = None) -> None:
+        self.config, self.console = config, console or Console()
+        torch.manual_seed(config.seed)
+        loaded = load_model(config.model)
+        self.tokenizer = loaded.tokenizer
+        self.held_out = self._load_held_out()
+        train = load_prompts("train", config.data.train, config.data, self.tokenizer, self.held_out)
+        self.console.print(f"train data: {train.describe()}", soft_wrap=True)
+        self.stream = PromptStream(train.prompts, config.seed)
+
+        model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        if config.train.gradient_checkpointing:
+            checkpoint_activations(model)
+        self.policy = Policy(model)
+        verify_head(self.policy)
+        self.engine = HFEngine(model, loaded.eos_token_ids, config.rollout.max_sequences)
+        scorer = Scorer(config.reward, train.source)
+        self.eval_scorer = Scorer(config.reward, self.held_out.source) if self.held_out else None
+        self.sampler = Sampler(config, self.stream, self.engine, scorer, self.tokenizer)
+        self.updater = Updater(config, self.policy)
+        self.logger = RunLogger(config)
+        self.step = 0
+        self.evaluations: list[EvalResult] = []
+
+    def _load_held_out(self) -> PromptSet | None:
+        if self.config.data.eval is None:
+            if self.config.eval.every:
+                raise UserError("eval.every needs data.eval: name held-out prompts there")
+            return None
+        held_out = load_prompts("eval", self.config.data.eval, self.config.data, self.tokenizer)
+        self.console.print(f"held-out data: {held_out.describe()}", soft_wrap=True)
+        return held_out
+
+    def train(self) -> None:
+        config = self.config
+        self.evaluate()
+        with StepProgress(self.console, config.train.steps, config.rollout.prompts_per_step) as progress:
+            for step in range(1, config.train.steps + 1):
+                started = time.perf_counter()
+                batch = self.sampler.fill(step, progress.generated)
+                progress.training()
+                train_started = time.perf_counter()
+                stats = self.updater.run(batch.groups, step)
+                sync_started = time.perf_counter()
+                self.engine.sync_weights()
+                ended = time.perf_counter()
+                self.step = step
+                metrics = {
+                    "step": step,
+                    "update": self.updater.updates,
+                    "epoch": self.stream.epoch,
+                    **rollout_metrics(batch),
+                    **stats.metrics(),
+                    "lr": self.updater.learning_rate(step),
+                    "time_rollout_s": batch.time_rollout_s,
+                    "time_reward_s": batch.time_reward_s,
+                    "time_train_s": sync_started - train_started,
+                    "time_sync_s": ended - sync_started,
+                    "tokens_per_s": _sampled_tokens(batch) / (ended - started),
+                    "peak_memory_gb": peak_memory_gb(),
+                }
+                if step == config.train.steps or (config.eval.every and step % config.eval.every == 0):
+                    metrics.update(self.evaluate())
+                self.logger.log_step(metrics, batch)
+                progress.step(step, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates on the held-out prompts, where there are any; returns the step's eval metrics."""
+        if self.held_out is None:
+            return {}
+        arguments = (self.engine, self.eval_scorer, self.tokenizer)
+        result, responses = evaluate(self.config, self.step, self.held_out.prompts, *arguments)
+        self.evaluations.append(result)
+        self.logger.log_eval(result, responses)
+        self.console.print(describe_eval(result), soft_wrap=True)
+        return {"eval_accuracy": result.accuracy, "eval_pass_at_k": result.pass_at_k}
+
+    def finish(self) -> Path:
+        """Saves the trained model, writes the report and says what came of the run."""
+        if self.config.train.save_model:
+            save_model(self.policy.model, self.tokenizer, self.logger.run / "model")
+        report = write_report(self.logger.run)
+        if len(self.evaluations) > 1:
+            self.console.print(describe_gain(self.evaluations[0], self.evaluations[-1]), soft_wrap=True)
+        memory = peak_memory_bytes() / 1e9
+        self.console.print(f"{self.step} steps, {self.updater.updates} updates, peak memory {memory:.1f} GB")
+        self.console.print(f"report: {report}", soft_wrap=True)
+        return report
+
+    def close(self) -> None:
+        self.logger.close()
+        self.engine.close()
+
+
+def _sampled_tokens(batch: RolloutBatch) -> int:
+    return sum(len(sample.completion.token_ids) for group in batch.sampled for sample in group.samples)

@@ -1,0 +1,27 @@
+"""Shared fixtures: tiny models, made once a session. `tiny.py` has what goes with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory) -> Path:
+    """A random 2-layer Llama with a character tokenizer that adds no special tokens; pad is EOS."""
+    from tiny import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model_dir(tmp_path_factory) -> Path:
+    """The same, with a tokenizer that adds BOS by itself and a chat template that writes one too."""
+    from tiny import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("tiny_chat"), chat=True)
