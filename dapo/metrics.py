@@ -12,9 +12,10 @@ from .sampling import RolloutBatch
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Over all groups sampled in the step, before filtering."""
+    """Over all groups sampled in the step, before filtering. Means are NaN (null in the file) where a step
+    lived on surplus groups alone."""
     samples = [sample for group in batch.sampled for sample in group.samples]
-    count = max(len(samples), 1)
+    count = len(samples) or math.nan
     lengths = [len(sample.completion.token_ids) for sample in samples]
     accuracies = [group.accuracy for group in batch.sampled]
     return {

@@ -49,6 +49,7 @@ class Trainer:
         self.updater = Updater(config, self.policy)
         self.logger = RunLogger(config)
         self.step = 0
+        """Last step whose line is in metrics.jsonl."""
         self.evaluations: list[EvalResult] = []
 
     def _load_held_out(self) -> PromptSet | None:
@@ -62,7 +63,7 @@ class Trainer:
 
     def train(self) -> None:
         config = self.config
-        self.evaluate()
+        self.evaluate(step=0)
         with StepProgress(self.console, config.train.steps, config.rollout.prompts_per_step) as progress:
             for step in range(1, config.train.steps + 1):
                 started = time.perf_counter()
@@ -73,7 +74,6 @@ class Trainer:
                 sync_started = time.perf_counter()
                 self.engine.sync_weights()
                 ended = time.perf_counter()
-                self.step = step
                 metrics = {
                     "step": step,
                     "update": self.updater.updates,
@@ -89,16 +89,17 @@ class Trainer:
                     "peak_memory_gb": peak_memory_gb(),
                 }
                 if step == config.train.steps or (config.eval.every and step % config.eval.every == 0):
-                    metrics.update(self.evaluate())
+                    metrics.update(self.evaluate(step))
                 self.logger.log_step(metrics, batch)
+                self.step = step
                 progress.step(step, metrics)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates on the held-out prompts, where there are any; returns the step's eval metrics."""
         if self.held_out is None:
             return {}
         arguments = (self.engine, self.eval_scorer, self.tokenizer)
-        result, responses = evaluate(self.config, self.step, self.held_out.prompts, *arguments)
+        result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)
         self.evaluations.append(result)
         self.logger.log_eval(result, responses)
         self.console.print(describe_eval(result), soft_wrap=True)

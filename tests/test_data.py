@@ -193,7 +193,7 @@ def test_answer_is_the_last_match(pattern, response, correct):
 def test_scorer_that_raises_counts_as_wrong_and_is_logged(caplog, response):
     """T14. Training goes on: the next response is judged as ever."""
     assert judge(None, response, answer=response) == Verdict(correct=False, failed=True)
-    assert f"prompt 7, answer '{response}': out of order" in caplog.text
+    assert f"prompt 7, response '{response}': out of order" in caplog.text
     assert judge(None, "34") == Verdict(correct=True)
 
 

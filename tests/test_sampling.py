@@ -4,6 +4,7 @@ metrics of what it answered."""
 from __future__ import annotations
 
 import logging
+import math
 from itertools import count
 
 import pytest
@@ -144,6 +145,9 @@ def test_kept_surplus_comes_first_and_is_generated_once(make) -> None:
     assert used(second.groups) == [2, 3] and [group.step for group in second.groups] == [1, 1]
     assert second.staleness_max == 1 and second.num_gen_batches == 0 and second.sampled == []
     assert second.groups[0] is first.sampled[2]
+    metrics = rollout_metrics(second)  # nothing was sampled: no mean, rather than a dip to 0
+    assert math.isnan(metrics["accuracy"]) and math.isnan(metrics["reward_mean"])
+    assert metrics["groups_sampled"] == metrics["response_length_max"] == 0
     assert [sample.completion.logprobs for sample in second.groups[1].samples] == [[-1.0], [-1.125]]
 
     third = sampler.fill(3)
@@ -267,4 +271,4 @@ def test_a_scorer_that_raises_counts_as_wrong_and_is_counted(make, caplog) -> No
     assert batch.sampled[0].samples[0].verdict == Verdict(correct=False, failed=True)
     assert batch.sampled[0].samples[0].reward == -1
     assert rollout_metrics(batch)["reward_failures"] == 2
-    assert caplog.messages[0] == "the scorer failed on prompt 100, answer 'RX': no such answer"
+    assert caplog.messages[0] == "the scorer failed on prompt 100, response 'RX': no such answer"

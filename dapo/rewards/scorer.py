@@ -35,13 +35,14 @@ class Scorer:
 
     def __call__(self, response: str, prompt: Prompt) -> Verdict:
         """Never raises: a scorer that does is logged, and the response is wrong."""
-        answer = self.extract(response)
-        if answer is None:
-            return Verdict(correct=False)
         try:
-            return Verdict(correct=bool(self.source.is_correct(answer, prompt.row)))
+            answer = self.extract(response)
+            correct = answer is not None and bool(self.source.is_correct(answer, prompt.row))
+            return Verdict(correct)
         except Exception as error:
-            logger.warning("the scorer failed on prompt %d, answer %.80r: %s", prompt.index, answer, error)
+            logger.warning(
+                "the scorer failed on prompt %d, response %.80r: %s", prompt.index, response, error
+            )
             return Verdict(correct=False, failed=True)
 
     def extract(self, response: str) -> str | None:
