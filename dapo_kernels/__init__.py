@@ -2,6 +2,7 @@
 
 from . import reference
 from .config import PolicyLossConfig
+from .linear_logprobs import LogprobOutput, fused_linear_logprobs
 from .linear_policy_loss import fused_linear_policy_loss
 from .module import FusedLinearPolicyLoss
 from .output import PolicyLossOutput
@@ -9,8 +10,10 @@ from .policy_loss import policy_loss
 
 __all__ = [
     "FusedLinearPolicyLoss",
+    "LogprobOutput",
     "PolicyLossConfig",
     "PolicyLossOutput",
+    "fused_linear_logprobs",
     "fused_linear_policy_loss",
     "policy_loss",
     "reference",

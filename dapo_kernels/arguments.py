@@ -140,3 +140,17 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = {[weight.shape[0]]}, got {list(bias.shape)}")
+
+
+def check_call(backend: str, chunk_tokens: int | None) -> None:
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
+    if chunk_tokens is not None and not (isinstance(chunk_tokens, int) and chunk_tokens >= 1):
+        raise ValueError(f"chunk_tokens must be None or a whole number, at least 1, got {chunk_tokens!r}")
+
+
+def flatten_mask(mask: Tensor | None, targets: Tensor) -> Tensor:
+    """`[N]` bool; all true for None."""
+    if mask is None:
+        return torch.ones(targets.numel(), dtype=torch.bool, device=targets.device)
+    return _expand("mask", mask, targets.shape, ()).detach().reshape(-1) != 0

@@ -36,6 +36,13 @@ def exact_fp32() -> Iterator[None]:
             library.fp32_precision = precision
 
 
+@contextmanager
+def exact_precision(device: torch.device) -> Iterator[None]:
+    """Inside, the precision of a loss is its own: no autograd, no autocast, no TF32."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_fp32():
+        yield
+
+
 def _weight_tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """`(vocabulary slice, weight rows in dtype)`: all of it at once when no cast is needed."""
     if weight.dtype == dtype:

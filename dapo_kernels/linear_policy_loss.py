@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .arguments import TokenBatch, check_head, flatten_tokens
+from .arguments import TokenBatch, check_call, check_head, flatten_tokens
 from .config import PolicyLossConfig
-from .gemm import accumulation_dtype, add_weight_grad_gemm, exact_fp32, hidden_grad_gemm, logits_gemm
+from .gemm import accumulation_dtype, exact_precision
+from .head import Head, HeadGradients, Wants, head_chunks, logits_buffer
 from .objective import TokenTerms, token_coefficients, token_objective
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
 from .row_ops import logits_gradient_, logits_statistics_
 from .selection import Selection, scatter_tokens, select_tokens
-
-WORKSPACE_BYTES = 256 * 2**20
-"""Budget for one chunk of logits. A constant: never from free memory, or the bits would change with it."""
 
 
 @torch.compiler.disable
@@ -84,10 +82,7 @@ def fused_linear_policy_loss(
         ValueError, TypeError: name the argument, what was given and what is allowed.
     """
     check_head(hidden, weight, bias, targets)
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
-    if chunk_tokens is not None and not (isinstance(chunk_tokens, int) and chunk_tokens >= 1):
-        raise ValueError(f"chunk_tokens must be None or a whole number, at least 1, got {chunk_tokens!r}")
+    check_call(backend, chunk_tokens)
     dtype = accumulation_dtype(hidden, weight)
     batch = flatten_tokens(
         targets.shape,
@@ -104,12 +99,10 @@ def fused_linear_policy_loss(
     )
     grad_enabled = torch.is_grad_enabled()
     wants = Wants(*(grad_enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)))
-    # The precision is set here, not by a surrounding autocast or a global TF32 switch.
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False), exact_fp32():
+    with exact_precision(hidden.device):
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
         chosen = select_tokens(head.targets, batch, weight.shape[0], config, selection)
         reduction = token_reduction(batch.mask, batch.sequence_ids, denominator, dtype, config)
-        chunk_tokens = chunk_tokens or max(1, WORKSPACE_BYTES // (weight.shape[0] * dtype.itemsize))
         result = _score(head, batch, chosen, reduction[0], wants, chunk_tokens, config)
         output = _assemble(result, batch, chosen, reduction, config)
     if any(wants):
@@ -118,43 +111,14 @@ def fused_linear_policy_loss(
     return output
 
 
-class Wants(NamedTuple):
-    """Which gradients are asked for."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-class Head(NamedTuple):
-    """The head and the flat tokens it is applied to."""
-
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    targets: Tensor  # [N]
-
-
 class Scored(NamedTuple):
     """What the pass over the chunks leaves; per-token fields are `[n]`, in the order of the selection."""
 
     logprobs: Tensor
     entropy: Tensor
     terms: TokenTerms
-    gradients: list[Tensor | None]
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
     """Of hidden `[N, H]`, weight `[V, H]`, bias `[V]`; of the loss before its division."""
-
-
-def _chunks(selection: Selection, chunk_tokens: int) -> list[tuple[slice, bool]]:
-    """Slices of the selection and whether they carry gradient; no chunk mixes the two kinds."""
-    chunks = []
-    for start, stop, active in (
-        (0, selection.num_active, True),
-        (selection.num_active, len(selection.index), False),
-    ):
-        for first in range(start, stop, chunk_tokens):
-            chunks.append((slice(first, min(first + chunk_tokens, stop)), active))
-    return chunks
 
 
 def _score(
@@ -163,54 +127,32 @@ def _score(
     selection: Selection,
     reduction_weights: Tensor | None,  # [N]
     wants: Wants,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     config: PolicyLossConfig,
 ) -> Scored:
-    """The pass itself."""
+    """The pass itself: first the tokens that carry gradient, then those that are only scored."""
     dtype = batch.inputs.advantages.dtype
-    chunks = _chunks(selection, chunk_tokens)
-    longest = max((part.stop - part.start for part, _ in chunks), default=0)
-    buffer = head.hidden.new_empty((longest, head.weight.shape[0]), dtype=dtype)
-    grad_hidden = _empty_hidden_grad(head.hidden) if wants.hidden else None
-    grad_weight = grad_bias = None
+    gradients = HeadGradients(head, wants, dtype)
+    buffer = logits_buffer(head, selection.index.numel(), chunk_tokens, dtype)
+    active, rest = selection.index.tensor_split([selection.num_active if any(wants) else 0])
     columns = []
-    for part, active in chunks:
-        index = selection.index[part]
-        targets = head.targets[index]
-        hidden = head.hidden.index_select(0, index).to(dtype)  # [c, H]
-        logits = buffer[: len(index)]  # [c, V]
-        logits_gemm(hidden, head.weight, head.bias, out=logits)
-        statistics = logits_statistics_(logits, targets, config)
-        inputs = batch.inputs.select(index)
+    for chunk in head_chunks(head, active, buffer):
+        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
         scores = statistics.logprobs, statistics.entropy
-        if not active or not any(wants):
-            columns.append((*scores, *token_objective(*scores, inputs, config)))
-            continue
-        terms, logprob_grad, entropy_grad = token_coefficients(*scores, inputs, config)
+        weights = None if reduction_weights is None else reduction_weights[chunk.index]
+        inputs = batch.inputs.select(chunk.index)
+        terms, logprob_grad, entropy_grad = token_coefficients(*scores, inputs, weights, config)
         columns.append((*scores, *terms))
-        if reduction_weights is not None:
-            logprob_grad = logprob_grad * reduction_weights[index]
-            entropy_grad = None if entropy_grad is None else entropy_grad * reduction_weights[index]
-        logits_gradient_(logits, targets, statistics, logprob_grad, entropy_grad, config)
-        if wants.hidden:
-            grad_hidden.index_copy_(0, index, hidden_grad_gemm(logits, head.weight).to(grad_hidden.dtype))
-        if wants.weight:
-            grad_weight = add_weight_grad_gemm(grad_weight, logits, hidden)
-        if wants.bias:
-            grad_bias = logits.sum(0) if grad_bias is None else grad_bias.add_(logits.sum(0))
+        logits_gradient_(chunk.logits, chunk.targets, statistics, logprob_grad, entropy_grad, config)
+        gradients.add(chunk)
+    for chunk in head_chunks(head, rest, buffer):
+        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
+        scores = statistics.logprobs, statistics.entropy
+        columns.append((*scores, *token_objective(*scores, batch.inputs.select(chunk.index), config)))
 
-    if wants.weight and grad_weight is None:
-        grad_weight = torch.zeros_like(head.weight, dtype=dtype)
-    if wants.bias and grad_bias is None:
-        grad_bias = torch.zeros_like(head.bias, dtype=dtype)
     empty = batch.inputs.advantages.new_empty(0)
     joined = [torch.cat(column) if column[0] is not None else None for column in zip(*columns)] or [empty] * 6
-    return Scored(joined[0], joined[1], TokenTerms(*joined[2:]), [grad_hidden, grad_weight, grad_bias])
-
-
-def _empty_hidden_grad(hidden: Tensor) -> Tensor:
-    # In fp16 the gradient stays fp32 until the incoming scale and the denominator are in it.
-    return torch.zeros_like(hidden, dtype=torch.float32 if hidden.dtype == torch.float16 else None)
+    return Scored(joined[0], joined[1], TokenTerms(*joined[2:]), gradients.finish())
 
 
 def _assemble(

@@ -108,14 +108,17 @@ def token_coefficients(
     logprobs: Tensor,  # [n]
     entropy: Tensor,  # [n]
     inputs: TokenInputs,
+    weights: Tensor | None,  # [n] of each token in the sum, None: 1
     config: PolicyLossConfig,
 ) -> tuple[TokenTerms, Tensor, Tensor | None]:
-    """The terms (detached), `d loss / d logprob` `[n]`, and `d loss / d entropy` `[n]` or None if it is 0."""
+    """The terms (detached), and the derivatives of their weighted sum by each log-prob `[n]` and by each
+    entropy `[n]` (None: all 0)."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         entropy = entropy.detach().requires_grad_(config.needs_entropy_gradient)
         terms = token_objective(logprobs, entropy, inputs, config)
         wanted = (logprobs, entropy) if config.needs_entropy_gradient else (logprobs,)
-        gradients = torch.autograd.grad(terms.loss.sum(), wanted)
+        total = (terms.loss if weights is None else terms.loss * weights).sum()
+        gradients = torch.autograd.grad(total, wanted)
     detached = TokenTerms(*(None if term is None else term.detach() for term in terms))
     return detached, gradients[0], gradients[1] if config.needs_entropy_gradient else None

@@ -47,6 +47,18 @@ def select_tokens(
         active = mask & (gain != 0)
     scored = active if config.skip_zero_advantage else mask
 
+    return order_tokens(targets, mask, active, scored, vocab_size)
+
+
+def order_tokens(
+    targets: Tensor,  # [N] int64
+    mask: Tensor,  # [N] bool: tokens that count
+    active: Tensor,  # [N] bool: those of them that may carry gradient
+    scored: Tensor,  # [N] bool: those of them that are scored
+    vocab_size: int,
+) -> Selection:
+    """Sorts tokens as active, scored only, left out; raises `ValueError` for an unmasked id outside of
+    `[0, V)`. Reads its three counts back at once."""
     bad = mask & ((targets < 0) | (targets >= vocab_size))
     num_active, num_scored, num_bad = read_back(torch.stack([active.sum(), scored.sum(), bad.sum()]))
     if num_bad:

@@ -230,7 +230,7 @@ def test_k18_rollout_weights():
 
 def test_k19_frozen_inputs_cost_nothing(monkeypatch):
     """Neither a buffer as large as the gradient that nobody asked for, nor its product."""
-    monkeypatch.setattr("dapo_kernels.linear_policy_loss.WORKSPACE_BYTES", 4 * 260 * 4)
+    monkeypatch.setattr("dapo_kernels.head.WORKSPACE_BYTES", 4 * 260 * 4)
     case = make_case((512,), 16, 260, fp32, mask=1.1)
     case.advantages = case.advantages.abs() + 1
     sizes = {"weight": case.weight.nbytes, "hidden": case.hidden.nbytes}

@@ -239,7 +239,7 @@ def test_cost(name):
 def test_memory(config, monkeypatch):
     """Beyond inputs and gradients: the budget, and at most 64 bytes a token. After backward: the outputs."""
     vocab, budget = 260, 64 * 260 * 4
-    monkeypatch.setattr("dapo_kernels.linear_policy_loss.WORKSPACE_BYTES", budget)
+    monkeypatch.setattr("dapo_kernels.head.WORKSPACE_BYTES", budget)
     peaks = {}
     for n in (1024, 4096):
         case = make_case((8, n // 8), 8, vocab, fp32, **config)

@@ -1,0 +1,90 @@
+"""The head on a chunk of tokens: logits into one reused buffer, and gradients out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gemm import add_weight_grad_gemm, hidden_grad_gemm, logits_gemm
+
+WORKSPACE_BYTES = 256 * 2**20
+"""Budget for one chunk of logits. A constant: never from free memory, or the bits would change with it."""
+
+
+class Wants(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Head(NamedTuple):
+    """The head and the flat tokens it is applied to."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+
+
+class Chunk(NamedTuple):
+    """Some tokens and their logits."""
+
+    index: Tensor  # [c] which of the N tokens
+    targets: Tensor  # [c]
+    hidden: Tensor  # [c, H] in the dtype of the logits
+    logits: Tensor  # [c, V] a view of the buffer: the next chunk overwrites it
+
+
+def logits_buffer(head: Head, num_tokens: int, chunk_tokens: int | None, dtype: torch.dtype) -> Tensor:
+    """`[chunk, V]`, a call's one large allocation: as many tokens as fit the budget, or `chunk_tokens`."""
+    vocab_size = head.weight.shape[0]
+    if chunk_tokens is None:
+        chunk_tokens = max(1, WORKSPACE_BYTES // (vocab_size * dtype.itemsize))
+    return head.hidden.new_empty((min(chunk_tokens, num_tokens), vocab_size), dtype=dtype)
+
+
+def head_chunks(head: Head, index: Tensor, buffer: Tensor) -> Iterator[Chunk]:
+    """Applies the head to the tokens at `index` `[n]`, as many at a time as the buffer has rows."""
+    for part in index.split(buffer.shape[0]) if index.numel() else ():
+        hidden = head.hidden.index_select(0, part).to(buffer.dtype)
+        logits = buffer[: part.numel()]
+        logits_gemm(hidden, head.weight, head.bias, out=logits)
+        yield Chunk(part, head.targets[part], hidden, logits)
+
+
+class HeadGradients:
+    """Accumulates the gradients of hidden `[N, H]`, weight `[V, H]` and bias `[V]` over chunks; those that
+    are not wanted cost nothing and stay None."""
+
+    def __init__(self, head: Head, wants: Wants, dtype: torch.dtype) -> None:
+        self.head, self.wants, self.dtype = head, wants, dtype
+        self.hidden = self.weight = self.bias = None
+        if wants.hidden:
+            # In fp16 the gradient stays fp32 until the incoming scale and the denominator are in it.
+            kept = torch.float32 if head.hidden.dtype == torch.float16 else head.hidden.dtype
+            self.hidden = torch.zeros_like(head.hidden, dtype=kept)
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds a chunk whose logits have become their gradient."""
+        dlogits = chunk.logits
+        if self.wants.hidden:
+            rows = hidden_grad_gemm(dlogits, self.head.weight)
+            self.hidden.index_copy_(0, chunk.index, rows.to(self.hidden.dtype))
+        if self.wants.weight:
+            self.weight = add_weight_grad_gemm(self.weight, dlogits, chunk.hidden)
+        if self.wants.bias:
+            total = dlogits.sum(0)
+            self.bias = total if self.bias is None else self.bias.add_(total)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The sums; zeros where there was no chunk."""
+        if self.wants.weight and self.weight is None:
+            self.weight = torch.zeros_like(self.head.weight, dtype=self.dtype)
+        if self.wants.bias and self.bias is None:
+            self.bias = torch.zeros_like(self.head.bias, dtype=self.dtype)
+        return self.hidden, self.weight, self.bias

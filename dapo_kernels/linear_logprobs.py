@@ -1,0 +1,132 @@
+"""Log-probs and entropy straight from hidden states, both differentiable, for a loss of the caller's own.
+
+What such a loss makes of a token may depend on every other token, so nothing can be finished while the
+logits of a chunk exist: forward scores (1u), backward makes the logits again for the rows whose incoming
+gradient is not 0, and takes both gradients (3u for those).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .arguments import check_call, check_head, flatten_mask
+from .config import PolicyLossConfig
+from .gemm import accumulation_dtype, exact_precision
+from .head import Head, HeadGradients, Wants, head_chunks, logits_buffer
+from .row_ops import logits_gradient_, logits_statistics_
+from .selection import order_tokens
+
+
+class LogprobOutput(NamedTuple):
+    logprobs: Tensor
+    """`[...]` log-probs of the targets, differentiable, 0 where masked."""
+    entropy: Tensor | None
+    """`[...]` entropy in nats, differentiable, 0 where masked; None if it was not asked for."""
+
+
+@torch.compiler.disable
+def fused_linear_logprobs(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V, H]
+    targets: Tensor,  # [...] int64
+    *,
+    mask: Tensor | None = None,  # [...] bool or 0/1
+    bias: Tensor | None = None,  # [V]
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    return_entropy: bool = True,
+    backend: str = "auto",
+    chunk_tokens: int | None = None,
+) -> LogprobOutput:
+    """Log-probs of `targets` and entropy under `softmax(z)`, z as in `fused_linear_policy_loss`, without
+    ever holding the logits.
+
+    Args:
+        hidden: `[..., H]` last hidden state at the position that predicts `targets` (the caller shifts).
+        weight: `[V, H]` lm_head weight.
+        targets: `[...]` int64 token ids.
+        mask: `[...]` bool or 0/1; where it is 0 every other argument may hold anything. None: all count.
+        bias: `[V]` of the head.
+        temperature, logit_scale, logit_softcap: as in `PolicyLossConfig`.
+        return_entropy: False saves its column, not its work.
+        backend: `auto` or `torch`.
+        chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
+
+    Returns:
+        `LogprobOutput`, fp32 (fp64 from fp64 inputs).
+
+    Raises:
+        ValueError, TypeError: name the argument, what was given and what is allowed.
+    """
+    check_head(hidden, weight, bias, targets)
+    check_call(backend, chunk_tokens)
+    config = PolicyLossConfig(temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap)
+    counted = flatten_mask(mask, targets)
+    index = order_tokens(targets.reshape(-1), counted, counted, counted, weight.shape[0]).index
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, bias, targets.reshape(-1), index, chunk_tokens, config
+    )
+    shape = targets.shape
+    return LogprobOutput(logprobs.view(shape), entropy.view(shape) if return_entropy else None)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, index, chunk_tokens, config):
+        ctx.save_for_backward(hidden, weight, bias, targets, index)
+        ctx.chunk_tokens, ctx.config = chunk_tokens, config
+        ctx.set_materialize_grads(False)  # an output that the loss does not use then costs nothing
+        head = Head(hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias, targets)
+        dtype = accumulation_dtype(hidden, weight)
+        logprobs = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
+        entropy = torch.zeros_like(logprobs)
+        with exact_precision(hidden.device):
+            buffer = logits_buffer(head, index.numel(), chunk_tokens, dtype)
+            for chunk in head_chunks(head, index, buffer):
+                statistics = logits_statistics_(chunk.logits, chunk.targets, config)
+                logprobs[chunk.index] = statistics.logprobs
+                entropy[chunk.index] = statistics.entropy
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, logprob_grad, entropy_grad):
+        hidden, weight, bias, targets, index = ctx.saved_tensors
+        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets)
+        dtype = accumulation_dtype(hidden, weight)
+        with exact_precision(hidden.device):
+            gradients = HeadGradients(head, Wants(*ctx.needs_input_grad[:3]), dtype)
+            rows = _rows_with_gradient(index, logprob_grad, entropy_grad)
+            if logprob_grad is None:
+                logprob_grad = torch.zeros_like(
+                    entropy_grad if entropy_grad is not None else targets, dtype=dtype
+                )
+            buffer = logits_buffer(head, rows.numel(), ctx.chunk_tokens, dtype)
+            for chunk in head_chunks(head, rows, buffer):
+                statistics = logits_statistics_(chunk.logits, chunk.targets, ctx.config)
+                entropy_part = None if entropy_grad is None else entropy_grad[chunk.index]
+                logits_gradient_(
+                    chunk.logits,
+                    chunk.targets,
+                    statistics,
+                    logprob_grad[chunk.index],
+                    entropy_part,
+                    ctx.config,
+                )
+                gradients.add(chunk)
+        finished = zip(gradients.finish(), (hidden, weight, bias))
+        return (*(None if g is None else g.to(t.dtype).view(t.shape) for g, t in finished), *[None] * 4)
+
+
+def _rows_with_gradient(index: Tensor, *gradients: Tensor | None) -> Tensor:
+    """The part of `index` where any incoming gradient is not 0."""
+    wanted = torch.zeros_like(index, dtype=torch.bool)
+    for gradient in gradients:
+        if gradient is not None:
+            wanted |= gradient[index] != 0
+    return index[wanted]
