@@ -87,7 +87,7 @@ def _console() -> Console:
     from rich.logging import RichHandler
     from transformers.utils import logging as transformers_logging
 
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)  # paths and responses as they are
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )

@@ -30,7 +30,9 @@ def convert(out: Path) -> Path:
     """Writes the de-quantised model (fp32) and its tokenizer to `out`, whole or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     gguf = find_gguf()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
