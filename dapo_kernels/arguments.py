@@ -20,9 +20,7 @@ class TokenBatch(NamedTuple):
     mask: Tensor
     """`[N]` bool."""
     inputs: TokenInputs
-    """`[N]` each; masked entries may hold anything."""
-    sequence_ids: Tensor | None
-    """`[N]` int64 where the reduction needs them."""
+    """`[N]` each; masked entries may hold anything, except in `sequence_ids`."""
 
 
 def flatten_tokens(
@@ -58,9 +56,9 @@ def flatten_tokens(
         ref_logprobs=per_token("ref_logprobs", ref_logprobs),
         token_weights=per_token("token_weights", token_weights, ("[B, 1]",)),
         entropy_weights=per_token("entropy_weights", entropy_weights, ("0-d",)),
+        sequence_ids=_sequence_ids(sequence_ids, shape, config, mask.device),
     )
-    ids = _sequence_ids(sequence_ids, shape, config, mask.device)
-    return TokenBatch(shape, mask if mask.dtype == torch.bool else mask != 0, inputs, ids)
+    return TokenBatch(shape, mask if mask.dtype == torch.bool else mask != 0, inputs)
 
 
 def check_config(config: PolicyLossConfig) -> None:
@@ -104,7 +102,7 @@ def _check_denominator(denominator: Tensor | float | None, config: PolicyLossCon
 def _sequence_ids(
     sequence_ids: Tensor | None, shape: torch.Size, config: PolicyLossConfig, device: torch.device
 ) -> Tensor | None:
-    if not config.reduction.startswith("seq-mean"):
+    if not config.needs_sequences:
         return None
     if sequence_ids is not None:
         _check_tensor("sequence_ids", sequence_ids)
@@ -114,7 +112,7 @@ def _sequence_ids(
     if len(shape) < 2:
         raise ValueError(
             f"sequence_ids is required for a packed batch {list(shape)} when config.reduction is "
-            f"{config.reduction!r}"
+            f"{config.reduction!r} and config.ratio_level {config.ratio_level!r}"
         )
     rows = shape[:-1].numel()
     return torch.arange(rows, device=device).repeat_interleave(shape[-1])

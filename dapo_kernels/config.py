@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 Objective = Literal["clip", "cispo", "sapo"]
+RatioLevel = Literal["token", "sequence"]
 Reduction = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimator = Literal["k3", "k2", "k1"]
 
@@ -34,6 +35,8 @@ class PolicyLossConfig:
     """SAPO's gate temperature where A > 0."""
     sapo_temperature_neg: float = 1.05
     """SAPO's gate temperature where A <= 0."""
+    ratio_level: RatioLevel = "token"
+    """`token`, or `sequence`: one ratio a sequence, the exponential of its mean log-ratio (GSPO)."""
     reduction: Reduction = "token-mean"
     """How token losses become one number; the denominator counts tokens or sequences."""
     kl_coef: float = 0.0
@@ -56,6 +59,7 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for name, literal in (
             ("objective", Objective),
+            ("ratio_level", RatioLevel),
             ("reduction", Reduction),
             ("kl_estimator", KLEstimator),
         ):
@@ -91,6 +95,11 @@ class PolicyLossConfig:
     @property
     def needs_entropy_gradient(self) -> bool:
         return self.entropy_coef != 0
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether it matters which tokens are of one sequence."""
+        return self.ratio_level == "sequence" or self.reduction.startswith("seq-mean")
 
     @property
     def zero_advantage_is_inert(self) -> bool:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .config import PolicyLossConfig
 from .gemm import add_weight_grad_gemm, hidden_grad_gemm, logits_gemm
+from .row_ops import logits_gradient_, logits_statistics_
 
 WORKSPACE_BYTES = 256 * 2**20
 """Budget for one chunk of logits. A constant: never from free memory, or the bits would change with it."""
@@ -32,8 +34,10 @@ class Head(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some tokens and their logits."""
+    """Some of the tokens at an index, and their logits."""
 
+    part: slice
+    """Where in the index they stand."""
     index: Tensor  # [c] which of the N tokens
     targets: Tensor  # [c]
     hidden: Tensor  # [c, H] in the dtype of the logits
@@ -48,13 +52,17 @@ def logits_buffer(head: Head, num_tokens: int, chunk_tokens: int | None, dtype: 
     return head.hidden.new_empty((min(chunk_tokens, num_tokens), vocab_size), dtype=dtype)
 
 
-def head_chunks(head: Head, index: Tensor, buffer: Tensor) -> Iterator[Chunk]:
-    """Applies the head to the tokens at `index` `[n]`, as many at a time as the buffer has rows."""
-    for part in index.split(buffer.shape[0]) if index.numel() else ():
-        hidden = head.hidden.index_select(0, part).to(buffer.dtype)
-        logits = buffer[: part.numel()]
-        logits_gemm(hidden, head.weight, head.bias, out=logits)
-        yield Chunk(part, head.targets[part], hidden, logits)
+def head_chunks(head: Head, index: Tensor, buffer: Tensor, boundary: int = 0) -> Iterator[Chunk]:
+    """Applies the head to the tokens at `index` `[n]`, as many at a time as the buffer has rows. No chunk
+    reaches across `boundary`."""
+    for first, last in ((0, boundary), (boundary, index.numel())):
+        for start in range(first, last, buffer.shape[0] or 1):
+            part = slice(start, min(start + buffer.shape[0], last))
+            rows = index[part]
+            hidden = head.hidden.index_select(0, rows).to(buffer.dtype)
+            logits = buffer[: rows.numel()]
+            logits_gemm(hidden, head.weight, head.bias, out=logits)
+            yield Chunk(part, rows, head.targets[rows], hidden, logits)
 
 
 class HeadGradients:
@@ -88,3 +96,22 @@ class HeadGradients:
         if self.wants.bias and self.bias is None:
             self.bias = torch.zeros_like(self.head.bias, dtype=self.dtype)
         return self.hidden, self.weight, self.bias
+
+
+def add_gradients(
+    gradients: HeadGradients,
+    index: Tensor,  # [n]
+    logprob_grad: Tensor,  # [n]
+    entropy_grad: Tensor | None,  # [n]
+    buffer: Tensor,
+    config: PolicyLossConfig,
+) -> None:
+    """Makes the logits of the tokens at `index` once more, and adds the gradients that follow from those of
+    their log-probs and entropies: 3u where the first pass could not know them."""
+    for chunk in head_chunks(gradients.head, index, buffer):
+        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
+        entropy_part = None if entropy_grad is None else entropy_grad[chunk.part]
+        logits_gradient_(
+            chunk.logits, chunk.targets, statistics, logprob_grad[chunk.part], entropy_part, config
+        )
+        gradients.add(chunk)

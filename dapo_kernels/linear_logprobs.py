@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from .arguments import check_call, check_head, flatten_mask
 from .config import PolicyLossConfig
 from .gemm import accumulation_dtype, exact_precision
-from .head import Head, HeadGradients, Wants, head_chunks, logits_buffer
-from .row_ops import logits_gradient_, logits_statistics_
+from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
+from .row_ops import logits_statistics_
 from .selection import order_tokens
 
 
@@ -103,22 +103,10 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients = HeadGradients(head, Wants(*ctx.needs_input_grad[:3]), dtype)
             rows = _rows_with_gradient(index, logprob_grad, entropy_grad)
             if logprob_grad is None:
-                logprob_grad = torch.zeros_like(
-                    entropy_grad if entropy_grad is not None else targets, dtype=dtype
-                )
+                logprob_grad = torch.zeros_like(targets, dtype=dtype)
             buffer = logits_buffer(head, rows.numel(), ctx.chunk_tokens, dtype)
-            for chunk in head_chunks(head, rows, buffer):
-                statistics = logits_statistics_(chunk.logits, chunk.targets, ctx.config)
-                entropy_part = None if entropy_grad is None else entropy_grad[chunk.index]
-                logits_gradient_(
-                    chunk.logits,
-                    chunk.targets,
-                    statistics,
-                    logprob_grad[chunk.index],
-                    entropy_part,
-                    ctx.config,
-                )
-                gradients.add(chunk)
+            grads = (None if grad is None else grad[rows] for grad in (logprob_grad, entropy_grad))
+            add_gradients(gradients, rows, *grads, buffer, ctx.config)
         finished = zip(gradients.finish(), (hidden, weight, bias))
         return (*(None if g is None else g.to(t.dtype).view(t.shape) for g, t in finished), *[None] * 4)
 

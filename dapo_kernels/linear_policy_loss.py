@@ -8,6 +8,8 @@ beforehand. So once a chunk's logits exist, everything is finished before the ne
 
 With u = 2 N H V FLOPs this costs `g + 2f` u (g: share of tokens scored, f: share that carries gradient),
 one chunk of logits in memory, and no recomputation in backward, which only scales what is already there.
+With one ratio a sequence, off policy, a token's coefficient waits for its whole sequence: then the logits of
+the tokens that carry gradient are made a second time (`g + 3f`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .arguments import TokenBatch, check_call, check_head, flatten_tokens
+from .coefficients import ChunkCoefficients, token_coefficients
 from .config import PolicyLossConfig
 from .gemm import accumulation_dtype, exact_precision
-from .head import Head, HeadGradients, Wants, head_chunks, logits_buffer
-from .objective import TokenTerms, token_coefficients, token_objective
+from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
+from .objective import TokenTerms, token_objective
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
 from .row_ops import logits_gradient_, logits_statistics_
@@ -67,7 +70,8 @@ def fused_linear_policy_loss(
         denominator: what the summed loss is divided by. Default: this call's unmasked tokens (token-mean)
             or sequences with at least one (seq-mean-*), at least 1. Give the optimizer step's global count
             so that the gradient does not depend on how the batch was cut.
-        sequence_ids: `[...]` sequence of each token of a packed batch, for the seq-mean reductions.
+        sequence_ids: `[...]` sequence of each token of a packed batch, for the seq-mean reductions and
+            `ratio_level="sequence"`. No sequence may be spread over two calls.
         config: coefficients and switches.
         selection: `[n]` flat indices of the unmasked tokens if known: saves the call's one host read, and
             its check of the ids.
@@ -102,7 +106,7 @@ def fused_linear_policy_loss(
     with exact_precision(hidden.device):
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
         chosen = select_tokens(head.targets, batch, weight.shape[0], config, selection)
-        reduction = token_reduction(batch.mask, batch.sequence_ids, denominator, dtype, config)
+        reduction = token_reduction(batch.mask, batch.inputs.sequence_ids, denominator, dtype, config)
         result = _score(head, batch, chosen, reduction[0], wants, chunk_tokens, config)
         output = _assemble(result, batch, chosen, reduction, config)
     if any(wants):
@@ -131,28 +135,27 @@ def _score(
     config: PolicyLossConfig,
 ) -> Scored:
     """The pass itself: first the tokens that carry gradient, then those that are only scored."""
-    dtype = batch.inputs.advantages.dtype
-    gradients = HeadGradients(head, wants, dtype)
+    inputs = batch.inputs.select(selection.index)
+    weights = None if reduction_weights is None else reduction_weights[selection.index]
+    dtype = inputs.advantages.dtype
     buffer = logits_buffer(head, selection.index.numel(), chunk_tokens, dtype)
-    active, rest = selection.index.tensor_split([selection.num_active if any(wants) else 0])
-    columns = []
-    for chunk in head_chunks(head, active, buffer):
+    num_active = selection.num_active if any(wants) else 0
+    gradients = HeadGradients(head, wants, dtype)
+    coefficients = ChunkCoefficients(inputs, weights, config)
+    logprobs, entropy = torch.empty_like(inputs.advantages), torch.empty_like(inputs.advantages)
+    for chunk in head_chunks(head, selection.index, buffer, num_active):
         statistics = logits_statistics_(chunk.logits, chunk.targets, config)
-        scores = statistics.logprobs, statistics.entropy
-        weights = None if reduction_weights is None else reduction_weights[chunk.index]
-        inputs = batch.inputs.select(chunk.index)
-        terms, logprob_grad, entropy_grad = token_coefficients(*scores, inputs, weights, config)
-        columns.append((*scores, *terms))
-        logits_gradient_(chunk.logits, chunk.targets, statistics, logprob_grad, entropy_grad, config)
-        gradients.add(chunk)
-    for chunk in head_chunks(head, rest, buffer):
-        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
-        scores = statistics.logprobs, statistics.entropy
-        columns.append((*scores, *token_objective(*scores, batch.inputs.select(chunk.index), config)))
-
-    empty = batch.inputs.advantages.new_empty(0)
-    joined = [torch.cat(column) if column[0] is not None else None for column in zip(*columns)] or [empty] * 6
-    return Scored(joined[0], joined[1], TokenTerms(*joined[2:]), gradients.finish())
+        logprobs[chunk.part], entropy[chunk.part] = statistics.logprobs, statistics.entropy
+        if chunk.part.start < num_active and coefficients.available:
+            grads = coefficients(chunk.part, statistics.logprobs, statistics.entropy)
+            logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config)
+            gradients.add(chunk)
+    if num_active and not coefficients.available:
+        grads = token_coefficients(logprobs, entropy, inputs, weights, config)
+        grads = (None if grad is None else grad[:num_active] for grad in grads)
+        add_gradients(gradients, selection.index[:num_active], *grads, buffer, config)
+    terms = token_objective(logprobs, entropy, inputs, config)
+    return Scored(logprobs, entropy, terms, gradients.finish())
 
 
 def _assemble(

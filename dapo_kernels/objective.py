@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import PolicyLossConfig
+from .sequences import sequence_mean
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 4.9e8: finite in every dtype, far outside any clip range."""
@@ -26,6 +27,7 @@ class TokenInputs(NamedTuple):
     ref_logprobs: Tensor | None
     token_weights: Tensor | None
     entropy_weights: Tensor | None
+    sequence_ids: Tensor | None
 
     def select(self, index: Tensor | slice) -> TokenInputs:
         return TokenInputs(*(None if value is None else value[index] for value in self))
@@ -48,7 +50,10 @@ def token_objective(
 ) -> TokenTerms:
     """`token_weights * L + kl_coef * KL - entropy_coef * entropy_weights * entropy` of each token."""
     old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = logprobs - old_logprobs
+    if config.ratio_level == "sequence":
+        log_ratio = sequence_mean(log_ratio, inputs.sequence_ids)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
 
     loss = _POLICY_LOSS[config.objective](logprobs, ratio, inputs.advantages, config)
@@ -102,23 +107,3 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, config: PolicyLossConfig
     if config.kl_estimator == "k2":
         return q.square() / 2
     return -q
-
-
-def token_coefficients(
-    logprobs: Tensor,  # [n]
-    entropy: Tensor,  # [n]
-    inputs: TokenInputs,
-    weights: Tensor | None,  # [n] of each token in the sum, None: 1
-    config: PolicyLossConfig,
-) -> tuple[TokenTerms, Tensor, Tensor | None]:
-    """The terms (detached), and the derivatives of their weighted sum by each log-prob `[n]` and by each
-    entropy `[n]` (None: all 0)."""
-    with torch.enable_grad():
-        logprobs = logprobs.detach().requires_grad_()
-        entropy = entropy.detach().requires_grad_(config.needs_entropy_gradient)
-        terms = token_objective(logprobs, entropy, inputs, config)
-        wanted = (logprobs, entropy) if config.needs_entropy_gradient else (logprobs,)
-        total = (terms.loss if weights is None else terms.loss * weights).sum()
-        gradients = torch.autograd.grad(total, wanted)
-    detached = TokenTerms(*(None if term is None else term.detach() for term in terms))
-    return detached, gradients[0], gradients[1] if config.needs_entropy_gradient else None

@@ -11,7 +11,7 @@ from .gemm import accumulation_dtype
 from .objective import TokenTerms, token_objective
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
-from .selection import scatter_tokens
+from .selection import may_carry_gradient, scatter_tokens
 
 
 def policy_loss(
@@ -64,8 +64,11 @@ def policy_loss(
         denominator=denominator,
         sequence_ids=sequence_ids,
     )
-    weights, denominator = token_reduction(batch.mask, batch.sequence_ids, denominator, dtype, config)
-    index = _scored_index(batch.mask, batch.inputs, config)
+    weights, denominator = token_reduction(batch.mask, batch.inputs.sequence_ids, denominator, dtype, config)
+    scored_mask = batch.mask
+    if config.skip_zero_advantage:
+        scored_mask = may_carry_gradient(batch.mask, batch.inputs, config)
+    index = scored_mask.nonzero().squeeze(1)
     inputs = batch.inputs.select(index)
     scored = logprobs.reshape(-1).to(dtype)[index]
     scored_entropy = None if entropy is None else entropy.reshape(-1).to(dtype)[index]
@@ -84,11 +87,3 @@ def policy_loss(
         metrics=metrics_from_sums(sums),
         sums=sums,
     )
-
-
-def _scored_index(mask: Tensor, inputs, config: PolicyLossConfig) -> Tensor:
-    """`[n]` flat indices of the tokens that are scored."""
-    if config.skip_zero_advantage and config.zero_advantage_is_inert:
-        gain = inputs.advantages if inputs.token_weights is None else inputs.advantages * inputs.token_weights
-        mask = mask & (gain != 0)
-    return mask.nonzero().squeeze(1)

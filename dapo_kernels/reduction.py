@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import PolicyLossConfig
+from .sequences import count_by_sequence, dense_sequence_ids
 
 
 def token_reduction(
@@ -22,23 +23,13 @@ def token_reduction(
     by_sequence = config.reduction.startswith("seq-mean")
     weights, count = None, None
     if by_sequence:
-        lengths, count = _sequence_lengths(mask, sequence_ids)
+        dense = dense_sequence_ids(sequence_ids)[1]
+        lengths = count_by_sequence(mask, dense)
+        count = (lengths > 0).sum()
         if config.reduction == "seq-mean-token-mean":
-            weights = lengths.clamp(min=1).to(dtype).reciprocal()
+            weights = lengths[dense].clamp(min=1).to(dtype).reciprocal()
     if denominator is None:
         denominator = (count if by_sequence else mask.sum()).clamp(min=1)
     elif isinstance(denominator, Tensor):
         denominator = denominator.detach().to(dtype)  # an fp64 count must not make the loss fp64
     return weights, denominator
-
-
-def _sequence_lengths(mask: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of unmasked tokens in each token's sequence, `[N]`, and the number of sequences
-    with at least one. Ids need be neither sorted nor dense; nothing is read back to the host."""
-    sorted_ids, order = sequence_ids.sort(stable=True)
-    starts = torch.ones_like(sorted_ids)
-    starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
-    segment = torch.empty_like(order)
-    segment[order] = starts.cumsum(0) - 1  # [N], in the tokens' own order
-    counts = torch.zeros_like(segment).scatter_add_(0, segment, mask.long())  # integers: exact in any order
-    return counts[segment], (counts > 0).sum()

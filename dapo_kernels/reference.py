@@ -39,6 +39,9 @@ def linear_policy_loss(
     shape = targets.shape
     counted = mask.reshape(-1) != 0
     scored = counted.clone()
+    ids = sequence_ids
+    if ids is None and len(shape) > 1:
+        ids = torch.arange(shape[:-1].numel(), device=targets.device).repeat_interleave(shape[-1])
 
     def flat(value: Tensor) -> Tensor:
         while value.dim() < len(shape):
@@ -48,6 +51,8 @@ def linear_policy_loss(
     if config.skip_zero_advantage and config.kl_coef == 0 and config.entropy_coef == 0:
         gain = flat(advantages) if token_weights is None else flat(advantages) * flat(token_weights)
         scored &= gain != 0
+        if config.ratio_level == "sequence":  # a sequence is skipped whole or not at all
+            scored = counted & torch.isin(ids.reshape(-1), ids.reshape(-1)[scored])
 
     # Only scored tokens enter: elsewhere anything may stand.
     y = targets.reshape(-1)[scored]
@@ -65,7 +70,11 @@ def linear_policy_loss(
     entropy = -(logp_all.exp() * logp_all.clamp(min=torch.finfo(z.dtype).min)).sum(-1)
 
     old = logp.detach() if old_logprobs is None else flat(old_logprobs)[scored]
-    d = torch.clamp(logp - old, -20, 20)
+    d = logp - old
+    if config.ratio_level == "sequence":
+        own = ids.reshape(-1)[scored]
+        d = torch.stack([d[own == sequence].mean() for sequence in own]) if d.numel() else d
+    d = torch.clamp(d, -20, 20)
     r = torch.exp(d)
     loss = _policy_term(r, logp, A, config)
     if token_weights is not None:
@@ -79,9 +88,6 @@ def linear_policy_loss(
         factor = 1 if entropy_weights is None else flat(entropy_weights)[scored]
         loss = loss - config.entropy_coef * factor * entropy
 
-    ids = sequence_ids
-    if ids is None and len(shape) > 1:
-        ids = torch.arange(shape[:-1].numel(), device=targets.device).repeat_interleave(shape[-1])
     total = _reduce(loss, counted, scored, ids, denominator, config)
     return _output(total, loss, logp, entropy, r, d, kl, A, counted, scored, shape, config)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .arguments import TokenBatch
 from .config import PolicyLossConfig
+from .objective import TokenInputs
+from .sequences import count_by_sequence, dense_sequence_ids
 
 
 class Selection(NamedTuple):
@@ -38,16 +40,22 @@ def select_tokens(
             raise ValueError(f"selection must be [n] int64, got {list(selection.shape)} {selection.dtype}")
         return Selection(selection, selection.numel())
 
-    mask = batch.mask
-    active = mask
-    if config.zero_advantage_is_inert:
-        gain = batch.inputs.advantages
-        if batch.inputs.token_weights is not None:
-            gain = gain * batch.inputs.token_weights
-        active = mask & (gain != 0)
-    scored = active if config.skip_zero_advantage else mask
+    active = may_carry_gradient(batch.mask, batch.inputs, config)
+    scored = active if config.skip_zero_advantage else batch.mask
+    return order_tokens(targets, batch.mask, active, scored, vocab_size)
 
-    return order_tokens(targets, mask, active, scored, vocab_size)
+
+def may_carry_gradient(mask: Tensor, inputs: TokenInputs, config: PolicyLossConfig) -> Tensor:
+    """`[N]` bool: unmasked tokens whose coefficient is not known beforehand to be 0. With one ratio a
+    sequence a token's coefficient depends on every advantage in it, so sequences are taken whole."""
+    if not config.zero_advantage_is_inert:
+        return mask
+    gain = inputs.advantages if inputs.token_weights is None else inputs.advantages * inputs.token_weights
+    active = mask & (gain != 0)
+    if config.ratio_level == "sequence":
+        dense = dense_sequence_ids(inputs.sequence_ids)[1]
+        active = mask & (count_by_sequence(active, dense)[dense] > 0)
+    return active
 
 
 def order_tokens(

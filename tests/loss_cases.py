@@ -34,6 +34,10 @@ OPTIONS = {
     "scale": {"logit_scale": -1.7, "temperature": 1.3},
     "skip": {"skip_zero_advantage": True, "reduction": "seq-mean-token-mean"},
     "token_sum": {"reduction": "seq-mean-token-sum", "epsilon_low": 0.1},
+    "sequence": {"ratio_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.05},
+    "sequence_sapo": {"ratio_level": "sequence", "objective": "sapo", "reduction": "seq-mean-token-mean"},
+    "sequence_k3_ratio": {"ratio_level": "sequence", "kl_coef": 0.3, "kl_ratio_correction": True},
+    "sequence_skip": {"ratio_level": "sequence", "skip_zero_advantage": True},
 }
 """Configs that between them use every field."""
 
@@ -202,7 +206,11 @@ def check(case: LossCase, result: Result | None = None, scale=1.0, slack=1.0, **
         bound = BOUNDS[case.hidden.dtype][gradient + (name == "grad.hidden")] * size * slack
         bound += rounding.tiny * rounding.eps
         if math.isfinite(allowed):  # in fp16 plain torch overflows at some scales
-            assert error <= allowed + 1e-6 * size, f"{name}: error {error:.2e}, plain torch {allowed:.2e}"
+            # A bf16 gradient is rounded once more when the incoming scale is applied.
+            tolerance = 1e-3 if gradient and seen[name].dtype == torch.bfloat16 else 1e-6
+            assert error <= allowed + tolerance * size, (
+                f"{name}: error {error:.2e}, plain torch {allowed:.2e}"
+            )
         assert error <= bound, f"{name}: error {error:.2e} over {bound:.2e}"
 
 
