@@ -73,8 +73,8 @@ def fused_linear_policy_loss(
         sequence_ids: `[...]` sequence of each token of a packed batch, for the seq-mean reductions and
             `ratio_level="sequence"`. No sequence may be spread over two calls.
         config: coefficients and switches.
-        selection: `[n]` flat indices of the unmasked tokens if known: saves the call's one host read, and
-            its check of the ids.
+        selection: `[n]` flat indices of the tokens to score, if known: the unmasked ones, less those that
+            `skip_zero_advantage` skips. Saves the call's one host read, and its check of the ids.
         backend: `auto` or `torch`.
         chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
 
