@@ -97,9 +97,10 @@ def logits_gradient_(
     for block in _row_blocks(exps):
         part = RowStatistics(*(column[block, None] for column in statistics))
         e, y = exps[block], targets[block, None]
-        c = logprob_grad[block, None]
-        h = None if entropy_grad is None else entropy_grad[block, None]
-        slope, target_slope = _transform_slope(e, part, config)
+        factor = config.logit_scale / config.temperature  # dz / d(raw logit), but for a softcap
+        c = logprob_grad[block, None] * factor
+        h = None if entropy_grad is None else entropy_grad[block, None] * factor
+        slope = None if config.logit_softcap is None else _softcap_slope(e, y, part, config)
 
         target_grad = c * part.rest / part.total
         if h is None:
@@ -113,20 +114,14 @@ def logits_gradient_(
             target_grad = target_grad - h * target_p * (part.logprobs + part.entropy)
             torch.add(p.mul_(-c), bonus.mul_(-h), out=e)
         e.scatter_(1, y, target_grad)
-        if isinstance(slope, Tensor):
-            slope.scatter_(1, y, target_slope)
-        e.mul_(slope)
+        if slope is not None:
+            e.mul_(slope)
 
 
-def _transform_slope(
-    exps: Tensor, statistics: RowStatistics, config: PolicyLossConfig
-) -> tuple[Tensor | float, Tensor | None]:
-    """dz / d(raw logit), everywhere and at the target. With a softcap z is recovered from its exponential:
-    where that has underflowed to 0 so has the gradient, except at the target, whose z is kept."""
-    factor = config.logit_scale / config.temperature
-    if config.logit_softcap is None:
-        return factor, None
+def _softcap_slope(exps: Tensor, y: Tensor, statistics: RowStatistics, config: PolicyLossConfig) -> Tensor:
+    """`1 - tanh^2` of the softcap at each logit. z is recovered from its exponential: where that has
+    underflowed to 0 so has the gradient, except at the target, whose z is kept."""
     limit = config.logit_softcap / config.temperature
     z = exps.log().add_(statistics.maximum).clamp_(-limit, limit)
-    slope = (1 - (z / limit).square_()).mul_(factor)
-    return slope, (1 - (statistics.target_logit / limit).square()) * factor
+    z.scatter_(1, y, statistics.target_logit)
+    return 1 - (z / limit).square_()
