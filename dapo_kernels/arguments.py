@@ -140,7 +140,9 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         raise ValueError(f"bias must be [V] = {[weight.shape[0]]}, got {list(bias.shape)}")
 
 
-def check_call(backend: str, chunk_tokens: int | None) -> None:
+def check_call(backend: str, chunk_tokens: int | None, hidden_grad: str) -> None:
+    if hidden_grad not in ("complete", "partial"):
+        raise ValueError(f"hidden_grad must be 'complete' or 'partial', got {hidden_grad!r}")
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
     if chunk_tokens is not None and not (isinstance(chunk_tokens, int) and chunk_tokens >= 1):

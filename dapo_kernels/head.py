@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from .config import PolicyLossConfig
 from .gemm import add_weight_grad_gemm, hidden_grad_gemm, logits_gemm
 from .row_ops import logits_gradient_, logits_statistics_
+
+if TYPE_CHECKING:
+    from .vocab_parallel import VocabShard
 
 WORKSPACE_BYTES = 256 * 2**20
 """Budget for one chunk of logits. A constant: never from free memory, or the bits would change with it."""
@@ -31,6 +34,14 @@ class Head(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     targets: Tensor  # [N]
+    shard: VocabShard | None = None
+    """Set where `weight` and `bias` are this rank's rows of the vocabulary."""
+    complete_hidden_grad: bool = True
+    """Sum the hidden gradient over the shards."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
 
 class Chunk(NamedTuple):
@@ -82,6 +93,8 @@ class HeadGradients:
         dlogits = chunk.logits
         if self.wants.hidden:
             rows = hidden_grad_gemm(dlogits, self.head.weight)
+            if self.head.shard is not None and self.head.complete_hidden_grad:
+                rows = self.head.shard.sum_(rows)
             self.hidden.index_copy_(0, chunk.index, rows.to(self.hidden.dtype))
         if self.wants.weight:
             self.weight = add_weight_grad_gemm(self.weight, dlogits, chunk.hidden)
@@ -109,9 +122,8 @@ def add_gradients(
     """Makes the logits of the tokens at `index` once more, and adds the gradients that follow from those of
     their log-probs and entropies: 3u where the first pass could not know them."""
     for chunk in head_chunks(gradients.head, index, buffer):
-        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
-        entropy_part = None if entropy_grad is None else entropy_grad[chunk.part]
-        logits_gradient_(
-            chunk.logits, chunk.targets, statistics, logprob_grad[chunk.part], entropy_part, config
-        )
+        shard = gradients.head.shard
+        statistics = logits_statistics_(chunk.logits, chunk.targets, config, shard)
+        grads = [None if grad is None else grad[chunk.part] for grad in (logprob_grad, entropy_grad)]
+        logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config, shard)
         gradients.add(chunk)

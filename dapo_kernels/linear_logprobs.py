@@ -7,7 +7,7 @@ gradient is not 0, and takes both gradients (3u for those).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from .gemm import accumulation_dtype, exact_precision
 from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
 from .row_ops import logits_statistics_
 from .selection import order_tokens
+from .vocab_parallel import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LogprobOutput(NamedTuple):
@@ -42,6 +46,8 @@ def fused_linear_logprobs(
     return_entropy: bool = True,
     backend: str = "auto",
     chunk_tokens: int | None = None,
+    vocab_group: ProcessGroup | None = None,
+    hidden_grad: Literal["complete", "partial"] = "complete",
 ) -> LogprobOutput:
     """Log-probs of `targets` and entropy under `softmax(z)`, z as in `fused_linear_policy_loss`, without
     ever holding the logits.
@@ -56,6 +62,7 @@ def fused_linear_logprobs(
         return_entropy: False saves its column, not its work.
         backend: `auto` or `torch`.
         chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
+        vocab_group, hidden_grad: a head cut by vocabulary rows, as in `fused_linear_policy_loss`.
 
     Returns:
         `LogprobOutput`, fp32 (fp64 from fp64 inputs).
@@ -64,31 +71,46 @@ def fused_linear_logprobs(
         ValueError, TypeError: name the argument, what was given and what is allowed.
     """
     check_head(hidden, weight, bias, targets)
-    check_call(backend, chunk_tokens)
+    check_call(backend, chunk_tokens, hidden_grad)
     config = PolicyLossConfig(temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap)
     counted = flatten_mask(mask, targets)
-    index = order_tokens(targets.reshape(-1), counted, counted, counted, weight.shape[0]).index
-    logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, bias, targets.reshape(-1), index, chunk_tokens, config
-    )
+    shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    flat_targets = targets.reshape(-1)
+    index = order_tokens(flat_targets, counted, counted, counted, vocab_size).index
+    options = HeadOptions(chunk_tokens, config, shard, hidden_grad == "complete")
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, flat_targets, index, options)
     shape = targets.shape
     return LogprobOutput(logprobs.view(shape), entropy.view(shape) if return_entropy else None)
 
 
+class HeadOptions(NamedTuple):
+    """What forward and backward have in common besides tensors."""
+
+    chunk_tokens: int | None
+    config: PolicyLossConfig
+    shard: VocabShard | None
+    complete_hidden_grad: bool
+
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Head:
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        return Head(flat, weight.detach(), bias, targets, self.shard, self.complete_hidden_grad)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, index, chunk_tokens, config):
+    def forward(ctx, hidden, weight, bias, targets, index, options):
         ctx.save_for_backward(hidden, weight, bias, targets, index)
-        ctx.chunk_tokens, ctx.config = chunk_tokens, config
+        ctx.options = options
         ctx.set_materialize_grads(False)  # an output that the loss does not use then costs nothing
-        head = Head(hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias, targets)
+        head = options.head(hidden, weight, bias, targets)
         dtype = accumulation_dtype(hidden, weight)
         logprobs = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         with exact_precision(hidden.device):
-            buffer = logits_buffer(head, index.numel(), chunk_tokens, dtype)
+            buffer = logits_buffer(head, index.numel(), options.chunk_tokens, dtype)
             for chunk in head_chunks(head, index, buffer):
-                statistics = logits_statistics_(chunk.logits, chunk.targets, config)
+                statistics = logits_statistics_(chunk.logits, chunk.targets, options.config, head.shard)
                 logprobs[chunk.index] = statistics.logprobs
                 entropy[chunk.index] = statistics.entropy
         return logprobs, entropy
@@ -97,18 +119,19 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, logprob_grad, entropy_grad):
         hidden, weight, bias, targets, index = ctx.saved_tensors
-        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets)
+        options = ctx.options
+        head = options.head(hidden, weight, bias, targets)
         dtype = accumulation_dtype(hidden, weight)
         with exact_precision(hidden.device):
             gradients = HeadGradients(head, Wants(*ctx.needs_input_grad[:3]), dtype)
             rows = _rows_with_gradient(index, logprob_grad, entropy_grad)
             if logprob_grad is None:
                 logprob_grad = torch.zeros_like(targets, dtype=dtype)
-            buffer = logits_buffer(head, rows.numel(), ctx.chunk_tokens, dtype)
+            buffer = logits_buffer(head, rows.numel(), options.chunk_tokens, dtype)
             grads = (None if grad is None else grad[rows] for grad in (logprob_grad, entropy_grad))
-            add_gradients(gradients, rows, *grads, buffer, ctx.config)
+            add_gradients(gradients, rows, *grads, buffer, options.config)
         finished = zip(gradients.finish(), (hidden, weight, bias))
-        return (*(None if g is None else g.to(t.dtype).view(t.shape) for g, t in finished), *[None] * 4)
+        return (*(None if g is None else g.to(t.dtype).view(t.shape) for g, t in finished), *[None] * 3)
 
 
 def _rows_with_gradient(index: Tensor, *gradients: Tensor | None) -> Tensor:

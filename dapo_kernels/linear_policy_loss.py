@@ -14,7 +14,7 @@ the tokens that carry gradient are made a second time (`g + 3f`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
 from .row_ops import logits_gradient_, logits_statistics_
 from .selection import Selection, scatter_tokens, select_tokens
+from .vocab_parallel import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @torch.compiler.disable
@@ -51,6 +55,8 @@ def fused_linear_policy_loss(
     selection: Tensor | None = None,  # [n] int64
     backend: str = "auto",
     chunk_tokens: int | None = None,
+    vocab_group: ProcessGroup | None = None,
+    hidden_grad: Literal["complete", "partial"] = "complete",
 ) -> PolicyLossOutput:
     """DAPO's policy loss straight from hidden states, without ever holding the logits.
 
@@ -77,6 +83,10 @@ def fused_linear_policy_loss(
             `skip_zero_advantage` skips. Saves the call's one host read, and its check of the ids.
         backend: `auto` or `torch`.
         chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
+        vocab_group: process group over which the head is cut: `weight` and `bias` are this rank's equal
+            part of the vocabulary, everything else is the same on every rank.
+        hidden_grad: with `vocab_group`, `complete` sums the gradient of `hidden` over the group; `partial`
+            leaves it to a caller whose own backward does.
 
     Returns:
         `PolicyLossOutput`; gradients reach `hidden`, `weight` and `bias`. fp64 inputs compute in fp64,
@@ -86,7 +96,7 @@ def fused_linear_policy_loss(
         ValueError, TypeError: name the argument, what was given and what is allowed.
     """
     check_head(hidden, weight, bias, targets)
-    check_call(backend, chunk_tokens)
+    check_call(backend, chunk_tokens, hidden_grad)
     dtype = accumulation_dtype(hidden, weight)
     batch = flatten_tokens(
         targets.shape,
@@ -104,8 +114,10 @@ def fused_linear_policy_loss(
     grad_enabled = torch.is_grad_enabled()
     wants = Wants(*(grad_enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)))
     with exact_precision(hidden.device):
-        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
-        chosen = select_tokens(head.targets, batch, weight.shape[0], config, selection)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
+        head = Head(flat, weight, bias, targets.reshape(-1), shard, hidden_grad == "complete")
+        chosen = select_tokens(head.targets, batch, head.vocab_size, config, selection)
         reduction = token_reduction(batch.mask, batch.inputs.sequence_ids, denominator, dtype, config)
         result = _score(head, batch, chosen, reduction[0], wants, chunk_tokens, config)
         output = _assemble(result, batch, chosen, reduction, config)
@@ -144,11 +156,11 @@ def _score(
     coefficients = ChunkCoefficients(inputs, weights, config)
     logprobs, entropy = torch.empty_like(inputs.advantages), torch.empty_like(inputs.advantages)
     for chunk in head_chunks(head, selection.index, buffer, num_active):
-        statistics = logits_statistics_(chunk.logits, chunk.targets, config)
+        statistics = logits_statistics_(chunk.logits, chunk.targets, config, head.shard)
         logprobs[chunk.part], entropy[chunk.part] = statistics.logprobs, statistics.entropy
         if chunk.part.start < num_active and coefficients.available:
             grads = coefficients(chunk.part, statistics.logprobs, statistics.entropy)
-            logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config)
+            logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config, head.shard)
             gradients.add(chunk)
     if num_active and not coefficients.available:
         grads = token_coefficients(logprobs, entropy, inputs, weights, config)

@@ -35,7 +35,7 @@ def linear_policy_loss(
     chunk_tokens: int | None = None,
 ) -> PolicyLossOutput:
     """The policy loss as defined; arguments as in `fused_linear_policy_loss` (the last three change
-    nothing here)."""
+    nothing here, and the head is always whole)."""
     shape = targets.shape
     counted = mask.reshape(-1) != 0
     scored = counted.clone()

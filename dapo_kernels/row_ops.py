@@ -7,31 +7,19 @@ Small blocks of rows are finished while they are in cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .config import PolicyLossConfig
+from .row_statistics import RowStatistics, finish_statistics
+
+if TYPE_CHECKING:
+    from .vocab_parallel import VocabShard
 
 BLOCK_BYTES = 2 * 2**20
 """Rows worked on at a time: their logits and one scratch copy should stay in cache."""
-
-
-class RowStatistics(NamedTuple):
-    """Of each row of logits z = softcap(logits * scale) / temperature; every field `[n]`."""
-
-    logprobs: Tensor
-    """`z_y - logsumexp(z)`."""
-    entropy: Tensor
-    """`-sum p log p` in nats."""
-    maximum: Tensor
-    total: Tensor
-    """Sum of `exp(z - maximum)`."""
-    rest: Tensor
-    """The same without the target: `1 - p_y = rest / total` without cancellation near p_y = 1."""
-    target_logit: Tensor
-    """`z_y`."""
 
 
 def _row_blocks(rows: Tensor) -> list[slice]:
@@ -39,36 +27,45 @@ def _row_blocks(rows: Tensor) -> list[slice]:
     return [slice(start, start + block) for start in range(0, rows.shape[0], block)]
 
 
-def logits_statistics_(logits: Tensor, targets: Tensor, config: PolicyLossConfig) -> RowStatistics:
-    """logits `[n, V]` (fp32 or fp64) become `exp(z - max z)`; targets `[n]` int64."""
+def logits_statistics_(
+    logits: Tensor, targets: Tensor, config: PolicyLossConfig, shard: VocabShard | None = None
+) -> RowStatistics:
+    """logits `[n, V]` (fp32 or fp64) become `exp(z - max z)`; targets `[n]` int64. With a shard, logits are
+    its columns, and the statistics those of whole rows."""
+    owned = None
+    if shard is not None:
+        targets, owned = shard.localise(targets)
     columns = [logits.new_empty(logits.shape[0]) for _ in RowStatistics._fields]
     scratch = None
     for block in _row_blocks(logits):
         z, y = logits[block], targets[block, None]
         scratch = torch.empty_like(z) if scratch is None else scratch[: z.shape[0]]
-        for column, value in zip(columns, _block_statistics_(z, y, scratch, config)):
-            column[block] = value
-    return RowStatistics(*columns)
+        mine = None if owned is None else owned[block, None]
+        for column, value in zip(columns, _block_statistics_(z, y, mine, scratch, config)):
+            column[block] = value.squeeze(1)
+    statistics = RowStatistics(*columns)
+    return statistics if shard is None else shard.merge_(logits, statistics)
 
 
-def _block_statistics_(z: Tensor, y: Tensor, scratch: Tensor, config: PolicyLossConfig) -> RowStatistics:
+def _block_statistics_(
+    z: Tensor, y: Tensor, owned: Tensor | None, scratch: Tensor, config: PolicyLossConfig
+) -> RowStatistics:
     _transform_(z, config)
-    maximum = z.amax(-1, keepdim=True)
+    lowest = torch.finfo(z.dtype).min
+    maximum = z.amax(-1, keepdim=True).clamp_(min=lowest)  # a shard may hold banned tokens (-inf) only
     target_logit = z.gather(1, y)
-    # A banned token (-inf) must not make 0 * inf of its entropy term.
-    shifted = torch.sub(z, maximum, out=scratch).clamp_(min=torch.finfo(z.dtype).min)
+    # A banned token must not make 0 * inf of its entropy term.
+    shifted = torch.sub(z, maximum, out=scratch).clamp_(min=lowest)
     exps = torch.exp(shifted, out=z)
 
     target_exp = exps.gather(1, y)
-    exps.scatter_(1, y, 0)
+    if owned is not None:
+        target_logit = torch.where(owned, target_logit, -torch.inf)
+    exps.scatter_(1, y, 0 if owned is None else torch.where(owned, 0, target_exp))
     rest = exps.sum(-1, keepdim=True)
     exps.scatter_(1, y, target_exp)
-    total = rest + target_exp
-    # log1p keeps log-probs near 0 exact when the target holds the maximum.
-    log_total = torch.where(target_exp == 1, rest.log1p(), total.log())
-    entropy = log_total - torch.linalg.vecdot(exps, shifted)[:, None] / total
-    values = (target_logit - maximum - log_total, entropy, maximum, total, rest, target_logit)
-    return RowStatistics(*(value.squeeze(1) for value in values))
+    moment = torch.linalg.vecdot(exps, shifted)[:, None]
+    return finish_statistics(maximum, rest, moment, target_logit)
 
 
 def _transform_(logits: Tensor, config: PolicyLossConfig) -> None:
@@ -89,18 +86,23 @@ def logits_gradient_(
     logprob_grad: Tensor,  # [n]
     entropy_grad: Tensor | None,  # [n]
     config: PolicyLossConfig,
+    shard: VocabShard | None = None,
 ) -> None:
     """`exps` become the gradient with respect to the raw logits (before scale, softcap, temperature).
 
     d logp / dz_j = [j = y] - p_j; dH / dz_j = -p_j (log p_j + H).
     """
+    owned = None
+    if shard is not None:
+        targets, owned = shard.localise(targets)
     for block in _row_blocks(exps):
         part = RowStatistics(*(column[block, None] for column in statistics))
         e, y = exps[block], targets[block, None]
         factor = config.logit_scale / config.temperature  # dz / d(raw logit), but for a softcap
         c = logprob_grad[block, None] * factor
         h = None if entropy_grad is None else entropy_grad[block, None] * factor
-        slope = None if config.logit_softcap is None else _softcap_slope(e, y, part, config)
+        mine = None if owned is None else owned[block, None]
+        slope = None if config.logit_softcap is None else _softcap_slope(e, y, mine, part, config)
 
         target_grad = c * part.rest / part.total
         if h is None:
@@ -113,15 +115,22 @@ def logits_gradient_(
             target_p = p.gather(1, y)
             target_grad = target_grad - h * target_p * (part.logprobs + part.entropy)
             torch.add(p.mul_(-c), bonus.mul_(-h), out=e)
-        e.scatter_(1, y, target_grad)
+        _set_target_(e, y, mine, target_grad)
         if slope is not None:
             e.mul_(slope)
 
 
-def _softcap_slope(exps: Tensor, y: Tensor, statistics: RowStatistics, config: PolicyLossConfig) -> Tensor:
+def _set_target_(rows: Tensor, y: Tensor, owned: Tensor | None, values: Tensor) -> None:
+    """Writes each row's value at its target, where the target is in these columns."""
+    rows.scatter_(1, y, values if owned is None else torch.where(owned, values, rows.gather(1, y)))
+
+
+def _softcap_slope(
+    exps: Tensor, y: Tensor, owned: Tensor | None, statistics: RowStatistics, config: PolicyLossConfig
+) -> Tensor:
     """`1 - tanh^2` of the softcap at each logit. z is recovered from its exponential: where that has
     underflowed to 0 so has the gradient, except at the target, whose z is kept."""
     limit = config.logit_softcap / config.temperature
     z = exps.log().add_(statistics.maximum).clamp_(-limit, limit)
-    z.scatter_(1, y, statistics.target_logit)
+    _set_target_(z, y, owned, statistics.target_logit)
     return 1 - (z / limit).square_()

@@ -1,0 +1,43 @@
+"""What the objective and the gradient need to know of a row of logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowStatistics(NamedTuple):
+    """Of each row of logits z = softcap(logits * scale) / temperature; every field `[n]`."""
+
+    logprobs: Tensor
+    """`z_y - logsumexp(z)`."""
+    entropy: Tensor
+    """`-sum p log p` in nats."""
+    maximum: Tensor
+    total: Tensor
+    """Sum of `exp(z - maximum)`."""
+    rest: Tensor
+    """The same without the target: `1 - p_y = rest / total` without cancellation near p_y = 1."""
+    moment: Tensor
+    """Sum of `exp(z - maximum) * (z - maximum)`."""
+    target_logit: Tensor
+    """`z_y`; -inf where the target lies in another vocabulary shard."""
+
+
+def finish_statistics(maximum: Tensor, rest: Tensor, moment: Tensor, target_logit: Tensor) -> RowStatistics:
+    """Log-prob and entropy from the sums over a row."""
+    target_exp = (target_logit - maximum).exp()
+    total = rest + target_exp
+    # log1p keeps log-probs near 0 exact when the target holds the maximum.
+    log_total = torch.where(target_exp == 1, rest.log1p(), total.log())
+    return RowStatistics(
+        logprobs=target_logit - maximum - log_total,
+        entropy=log_total - moment / total,
+        maximum=maximum,
+        total=total,
+        rest=rest,
+        moment=moment,
+        target_logit=target_logit,
+    )
