@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .arguments import check_call, check_head, flatten_mask
 from .config import PolicyLossConfig
+from .data_parallel import gather
 from .gemm import accumulation_dtype, exact_precision
 from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
 from .row_ops import logits_statistics_
@@ -54,7 +55,8 @@ def fused_linear_logprobs(
 
     Args:
         hidden: `[..., H]` last hidden state at the position that predicts `targets` (the caller shifts).
-        weight: `[V, H]` lm_head weight.
+        weight: `[V, H]` lm_head weight, plain or a DTensor on a data-parallel mesh, which is gathered here
+            and gets its gradient averaged over the mesh, in its own placement.
         targets: `[...]` int64 token ids.
         mask: `[...]` bool or 0/1; where it is 0 every other argument may hold anything. None: all count.
         bias: `[V]` of the head.
@@ -72,6 +74,7 @@ def fused_linear_logprobs(
     """
     check_head(hidden, weight, bias, targets)
     check_call(backend, chunk_tokens, hidden_grad)
+    weight, bias = gather(weight), gather(bias)
     config = PolicyLossConfig(temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap)
     counted = flatten_mask(mask, targets)
     shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from .arguments import TokenBatch, check_call, check_head, flatten_tokens
 from .coefficients import ChunkCoefficients, token_coefficients
 from .config import PolicyLossConfig
+from .data_parallel import gather
 from .gemm import accumulation_dtype, exact_precision
 from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
 from .objective import TokenTerms, token_objective
@@ -64,7 +65,8 @@ def fused_linear_policy_loss(
 
     Args:
         hidden: `[..., H]` last hidden state at the position that predicts `targets` (the caller shifts).
-        weight: `[V, H]` lm_head weight.
+        weight: `[V, H]` lm_head weight, plain or a DTensor on a data-parallel mesh, which is gathered here
+            and gets its gradient averaged over the mesh, in its own placement.
         targets: `[...]` int64 sampled token ids.
         advantages: `[...]`, or `[B]` / `[B, 1]` for `[B, T]` targets.
         mask: `[...]` bool or 0/1: tokens that count. Where it is 0 every other argument may hold anything.
@@ -97,6 +99,7 @@ def fused_linear_policy_loss(
     """
     check_head(hidden, weight, bias, targets)
     check_call(backend, chunk_tokens, hidden_grad)
+    weight, bias = gather(weight), gather(bias)
     dtype = accumulation_dtype(hidden, weight)
     batch = flatten_tokens(
         targets.shape,

@@ -1,4 +1,4 @@
-"""A head cut over two processes gives what the whole head gives (K20), on gloo."""
+"""Heads on two processes (gloo): cut by vocabulary (K20), and DTensors of a data-parallel mesh."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from loss_cases import OPTIONS, make_case, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dapo_kernels import fused_linear_logprobs, fused_linear_policy_loss
 
@@ -81,6 +83,32 @@ def _wrong_targets_are_refused_on_every_rank(case, group, rank: int) -> None:
 
 def test_sharded_head_gives_what_the_whole_head_gives(tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"),), nprocs=WORLD)
+
+
+def data_parallel_worker(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    mine, other = (make_case(vocab=V + 1, seed=seed) for seed in (rank, 1 - rank))  # an uneven cut
+    weight, bias = make_case(vocab=V + 1).weight, make_case(vocab=V + 1).bias
+    want = [policy_loss_result(replace(case, weight=weight, bias=bias)) for case in (mine, other)]
+    for placement in (Shard(0), Replicate()):
+        head = [distribute_tensor(value, mesh, [placement]).requires_grad_() for value in (weight, bias)]
+        hidden = mine.hidden.clone().requires_grad_()
+        arguments = mine.arguments() | {"hidden": hidden, "weight": head[0], "bias": head[1]}
+        loss = fused_linear_policy_loss(**arguments).loss
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), want[0]["loss"])
+        torch.testing.assert_close(hidden.grad, want[0]["grad.hidden"])
+        for name, value in zip(("weight", "bias"), head):
+            assert value.grad.placements == value.placements
+            average = (want[0][f"grad.{name}"] + want[1][f"grad.{name}"]) / 2
+            torch.testing.assert_close(value.grad.full_tensor(), average)
+    dist.destroy_process_group()
+
+
+def test_dtensor_head_is_gathered_and_its_gradient_averaged_in_place(tmp_path):
+    mp.spawn(data_parallel_worker, (str(tmp_path / "store"),), nprocs=WORLD)
 
 
 def test_hidden_grad_is_checked():
