@@ -30,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(str(error), 2)
     except TrainingStopped as error:
         return _complain(str(error), 1)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        return _complain(f"cannot go on: {error.strerror or error}{where}; what was written is whole", 1)
 
 
 def _complain(message: str, code: int) -> int:
@@ -75,6 +78,8 @@ def _train(arguments: argparse.Namespace) -> int:
         trainer.finish()
         return 0
     except (KeyboardInterrupt, Terminated) as stop:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not tear the goodbye
+            signal.signal(number, signal.SIG_IGN)
         return _stopped(config.run_dir, trainer, 130 if isinstance(stop, KeyboardInterrupt) else 143)
     finally:
         if trainer is not None:
@@ -87,7 +92,12 @@ def _console() -> Console:
     from rich.logging import RichHandler
     from transformers.utils import logging as transformers_logging
 
-    console = Console(markup=False, emoji=False, highlight=False)  # paths and responses as they are
+    class RunConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Whoever read the output (`| head`) has left: train on in silence."""
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    console = RunConsole(markup=False, emoji=False, highlight=False)  # paths and responses as they are
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )

@@ -168,7 +168,7 @@ class LoggingConfig(Section):
 class Config(Section):
     run_dir: str
     """Folder of the run; must not hold one already."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of sampling noise and data order."""
     model: ModelConfig
     data: DataConfig
@@ -198,6 +198,10 @@ class Config(Section):
         if algorithm.dual_clip is not None and algorithm.dual_clip < 1 + algorithm.epsilon_high:
             raise ValueError(
                 f"algorithm.dual_clip must be null or at least 1 + epsilon_high, got {algorithm.dual_clip}"
+            )
+        if self.reward.correct <= self.reward.wrong:
+            raise ValueError(
+                f"reward.correct ({self.reward.correct}) must be over reward.wrong ({self.reward.wrong})"
             )
         if "{prompt}" not in self.data.prompt_template:
             raise ValueError(

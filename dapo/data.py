@@ -69,6 +69,8 @@ def load_prompts(
             dropped["duplicate"] += 1
             continue
         seen.add(text)
+        if not _is_unicode(text):
+            raise UserError(f"data.{name} ({source_config.source}): row {index + 1} is not valid Unicode")
         ids = tokenise(text, row.question, config, tokenizer)
         if not ids:
             raise UserError(f"data.{name} ({source_config.source}): row {index + 1} holds an empty prompt")
@@ -80,6 +82,14 @@ def load_prompts(
     if not prompts:
         raise UserError(f"data.{name} ({source_config.source}) {_why_empty(dropped, too_long, config)}")
     return PromptSet(source, prompts, dropped)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from a cut JSON escape
+        return False
+    return True
 
 
 def _why_empty(dropped: Counter[str], too_long: list[int], config: DataConfig) -> str:

@@ -22,12 +22,14 @@ class RunLogger:
         self.run, self.config = Path(config.run_dir), config
         try:
             self.run.mkdir(parents=True, exist_ok=True)
+            if any(self.run.iterdir()):
+                raise UserError(
+                    f"run_dir {self.run} is not empty: choose another run_dir, or move that run away"
+                )
+            save_config(config, self.run / "config.yaml")
+            self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"run_dir {self.run} cannot be made: {error.strerror}; choose another") from None
-        if any(self.run.iterdir()):
-            raise UserError(f"run_dir {self.run} is not empty: choose another run_dir, or move that run away")
-        save_config(config, self.run / "config.yaml")
-        self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8")
         self.tensorboard = None
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -90,7 +92,8 @@ def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        # A lone surrogate becomes its JSON escape.
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -68,13 +68,21 @@ def head_options(model: PreTrainedModel) -> dict[str, float]:
     return options
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a sequence may have, where the model says."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions and positions > 1 else None
+
+
 @torch.no_grad()
 def verify_head(policy: Policy) -> None:
     """Raises `UserError` unless the policy's log-probs are those of the model's own logits: a guard against
     models that do to their logits what `head_options` does not know."""
     model = policy.model
-    ids = torch.arange(3, 11, device=model.device).clamp(max=model.config.get_text_config().vocab_size - 1)
-    sample = TrainSample(ids[:1].tolist(), ids[1:].tolist(), [0.0] * 7, 1.0, fresh=True)
+    text_config = model.config.get_text_config()
+    length = min(8, max_positions(model) or 8)
+    ids = torch.arange(3, 3 + length, device=model.device).clamp(max=text_config.vocab_size - 1)
+    sample = TrainSample(ids[:1].tolist(), ids[1:].tolist(), [0.0] * (length - 1), 1.0, fresh=True)
     (batch,) = make_micro_batches([sample], len(ids), model.device)
     (ours,) = batch.split(policy(batch, PolicyLossConfig(**policy.head_options)).logprobs)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 
 from .config import Config
-from .data import PromptSet, PromptStream, load_prompts
+from .data import Prompt, PromptSet, PromptStream, load_prompts
 from .errors import UserError
 from .evaluate import EvalResult, evaluate
 from .logging import RunLogger
 from .metrics import peak_memory_bytes, peak_memory_gb, rollout_metrics
-from .model import Policy, checkpoint_activations, load_model, save_model, verify_head
+from .model import Policy, checkpoint_activations, load_model, max_positions, save_model, verify_head
 from .progress import StepProgress, describe_eval, describe_gain
 from .report import write_report
 from .rewards import Scorer
@@ -42,6 +42,7 @@ class Trainer:
             checkpoint_activations(model)
         self.policy = Policy(model)
         verify_head(self.policy)
+        self._check_length(train.prompts)
         self.engine = HFEngine(model, loaded.eos_token_ids, config.rollout.max_sequences)
         scorer = Scorer(config.reward, train.source)
         self.eval_scorer = Scorer(config.reward, self.held_out.source) if self.held_out else None
@@ -60,6 +61,16 @@ class Trainer:
         held_out = load_prompts("eval", self.config.data.eval, self.config.data, self.tokenizer)
         self.console.print(f"held-out data: {held_out.describe()}", soft_wrap=True)
         return held_out
+
+    def _check_length(self, prompts: list[Prompt]) -> None:
+        limit = max_positions(self.policy.model)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        if limit is not None and longest + self.config.rollout.max_response_length > limit:
+            raise UserError(
+                f"the longest prompt ({longest} tokens) and rollout.max_response_length "
+                f"({self.config.rollout.max_response_length}) go beyond the model's {limit} positions: lower "
+                "data.max_prompt_length or rollout.max_response_length"
+            )
 
     def train(self) -> None:
         config = self.config

@@ -60,4 +60,4 @@ def metrics_from_sums(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means over scored tokens from (aggregated) sums; counts and the maximum stay as they are."""
     as_is = ("ratio_max", "num_tokens", "num_scored")
     scored = sums["num_scored"].clamp(min=1)
-    return {name: value if name in as_is else value / scored for name, value in sums.items()}
+    return {name: value.clone() if name in as_is else value / scored for name, value in sums.items()}

@@ -31,5 +31,7 @@ def token_reduction(
     if denominator is None:
         denominator = (count if by_sequence else mask.sum()).clamp(min=1)
     elif isinstance(denominator, Tensor):
-        denominator = denominator.detach().to(dtype)  # an fp64 count must not make the loss fp64
+        # A count of its own (the caller may go on adding to theirs), and 0 tokens make a loss of 0, not NaN.
+        denominator = denominator.detach().to(dtype)
+        denominator = torch.where(denominator == 0, 1, denominator)
     return weights, denominator

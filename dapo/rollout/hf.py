@@ -65,7 +65,9 @@ class HFEngine:
         input_ids, attention_mask = self._pad_left(prompts)
         longest = input_ids.shape[1]
         rows = rows.to(input_ids.device)
-        cache = self._prefill(input_ids, attention_mask, rows) if len(prompts) < len(requests) else None
+        # Recurrent models keep a state of their own kind, which is not copied to rows like keys and values.
+        shared = len(prompts) < len(requests) and not getattr(self.model, "_is_stateful", False)
+        cache = self._prefill(input_ids, attention_mask, rows) if shared else None
         sampler = KeyedSampler([request.noise_key for request in requests], sampling, longest)
         config = copy.copy(self.config)
         config.max_new_tokens = sampling.max_new_tokens
