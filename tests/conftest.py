@@ -9,6 +9,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; test_compile.py goes without
 
 
 @pytest.fixture(scope="session")
