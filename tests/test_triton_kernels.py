@@ -273,6 +273,16 @@ def test_part_of_a_buffer(vocab):
     assert (buffer == 7).all()
 
 
+def test_rows_beyond_32_bit_offsets(tmp_path):
+    """K14, on a sparse file: the third row starts at element 2**31."""
+    case = row_case(3, 5000)
+    pitch = 2**30
+    whole = torch.from_file(str(tmp_path / "rows"), shared=True, size=2 * pitch + 5056)
+    logits = whole.as_strided((3, 5000), (pitch, 1)).copy_(case.logits)
+    loss_rows(logits, case.targets, case.inputs, case.config, alias_rows(logits, bf16), case.row_weights)
+    assert torch.equal(alias_rows(logits, bf16), by_kernel(case, bf16).dlogits)
+
+
 def test_no_rows():
     case = row_case(0, 70)
     result = loss_rows(case.rows(), case.targets, case.inputs, case.config, alias_rows(case.rows()[:0], bf16))

@@ -164,7 +164,7 @@ def write_gradient(
             # Block k of a 16-bit output lies over the floats of block k // 2: a warp that is ahead must not
             # store there before every warp has loaded its block.
             if AMD:
-                # This barrier does not wait for loads in flight, as PTX's does: have the value in a register.
+                # PTX's barrier orders loads that are still in flight; this one needs the value to be there.
                 x = tl.inline_asm_elementwise("", "=v,0", [x], tl.float32, is_pure=False, pack=1)
             tl.debug_barrier()
         shift = to_z(x, factor, inner, outer, SOFTCAP) - maximum[:, None]
