@@ -38,7 +38,13 @@ setup(
         "vllm": TRAIN + ["vllm>=0.11"],
         "gpu": ["flash-attn", "liger-kernel>=0.6"],
         "bench": ["pytest-benchmark>=4"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.5",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "triton>=3.6; platform_system == 'Linux'",  # interpreted and compiled in tests, no GPU needed
+        ],
     },
     entry_points={"console_scripts": ["dapo=dapo.cli:main"]},
     classifiers=[

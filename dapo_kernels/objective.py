@@ -27,7 +27,7 @@ class TokenInputs(NamedTuple):
     ref_logprobs: Tensor | None
     token_weights: Tensor | None
     entropy_weights: Tensor | None
-    sequence_ids: Tensor | None
+    sequence_ids: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> TokenInputs:
         return TokenInputs(*(None if value is None else value[index] for value in self))

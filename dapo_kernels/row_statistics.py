@@ -20,10 +20,10 @@ class RowStatistics(NamedTuple):
     """Sum of `exp(z - maximum)`."""
     rest: Tensor
     """The same without the target: `1 - p_y = rest / total` without cancellation near p_y = 1."""
-    moment: Tensor
-    """Sum of `exp(z - maximum) * (z - maximum)`."""
     target_logit: Tensor
     """`z_y`; -inf where the target lies in another vocabulary shard."""
+    moment: Tensor | None = None
+    """Sum of `exp(z - maximum) * (z - maximum)`, where shards are to be merged."""
 
 
 def finish_statistics(maximum: Tensor, rest: Tensor, moment: Tensor, target_logit: Tensor) -> RowStatistics:
@@ -38,6 +38,6 @@ def finish_statistics(maximum: Tensor, rest: Tensor, moment: Tensor, target_logi
         maximum=maximum,
         total=total,
         rest=rest,
-        moment=moment,
         target_logit=target_logit,
+        moment=moment,
     )

@@ -208,7 +208,11 @@ def launch_arguments(
     bounds = (1 - config.epsilon_low, 1 + config.epsilon_high)
     if config.objective == "cispo":
         bounds = config.cispo_bounds or (0.0, bounds[1])
-    columns = {name: check_column(name, value, logits) for name, value in inputs._asdict().items()}
+    if config.ratio_level != "token":
+        raise ValueError(f"config.ratio_level must be 'token' for one pass, got {config.ratio_level!r}")
+    per_token = inputs._asdict()
+    per_token.pop("sequence_ids")  # of the reduction's weights and of sequence ratios, which are made outside
+    columns = {name: check_column(name, value, logits) for name, value in per_token.items()}
     arguments = {
         "logits_ptr": logits,
         "dlogits_ptr": dlogits,
