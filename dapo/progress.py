@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from .evaluate import EvalResult
 from .sampling import RolloutBatch
@@ -18,16 +18,14 @@ class StepProgress:
         self.console, self.steps, self.groups_per_step = console, steps, groups_per_step
         self.started = time.perf_counter()
         self.bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
+            TextColumn("step {task.fields[current]}/{task.total}"),
             BarColumn(bar_width=20),
             TextColumn("{task.description}"),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[left]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=steps)
+        self.task = self.bar.add_task("sampling", total=steps, current=1, left="")
         self.summary = ""
 
     def __enter__(self) -> StepProgress:
@@ -50,10 +48,11 @@ class StepProgress:
             f"entropy {metrics['entropy']:.2f}  len {metrics['response_length_mean']:.1f}  "
             f"kept {metrics['groups_kept']}/{metrics['groups_sampled']}  {metrics['tokens_per_s']:.0f} tok/s"
         )
-        self.bar.update(self.task, completed=step, description=self.summary)
+        left = f"left {(time.perf_counter() - self.started) / step * (self.steps - step):.0f} s"
+        current = min(step + 1, self.steps)
+        self.bar.update(self.task, completed=step, description=self.summary, current=current, left=left)
         if not self.console.is_terminal:
-            left = (time.perf_counter() - self.started) / step * (self.steps - step)
-            self.console.print(f"step {step}/{self.steps}  {self.summary}  left {left:.0f} s", soft_wrap=True)
+            self.console.print(f"step {step}/{self.steps}  {self.summary}  {left}", soft_wrap=True)
 
 
 def describe_eval(result: EvalResult) -> str:

@@ -109,6 +109,7 @@ class Trainer:
         """Evaluates on the held-out prompts, where there are any; returns the step's eval metrics."""
         if self.held_out is None:
             return {}
+        self.console.print(f"evaluating on {len(self.held_out.prompts)} held-out prompts", soft_wrap=True)
         arguments = (self.engine, self.eval_scorer, self.tokenizer)
         result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)
         self.evaluations.append(result)

@@ -291,3 +291,11 @@ def test_smoothing_keeps_level_and_removes_noise() -> None:
     assert smooth(noise).std() < 0.5 * noise.std()
     line = np.arange(100.0)
     np.testing.assert_allclose(smooth(line)[20:-20], line[20:-20])
+
+
+def test_header_names_the_model_and_the_data(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
+    page = write_report(tmp_path).read_text()
+    assert "DAPO training run</p>" in page  # a configuration that is not there is not missed
+    (tmp_path / "config.yaml").write_text("model: {path: models/Some-LM}\ndata: {train: {source: a.jsonl}}\n")
+    assert "DAPO training run – Some-LM on a.jsonl</p>" in write_report(tmp_path).read_text()

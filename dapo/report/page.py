@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from .charts import PAPER_CHARTS, TIMES, UPDATE_CHARTS
 from .curves import chart_svg, has_data, save_figure
@@ -51,6 +53,7 @@ def write_report(run: Path) -> Path:
         evaluation=evaluation_table(evals),
         rollouts=rollout_view(run),
         config=config.read_text("utf-8", errors="replace") if config.is_file() else "",
+        about=about_run(config),
     )
     out = run / "report.html"
     with replacing(out) as temp:
@@ -66,6 +69,15 @@ def save_curves(run: Path, out: Path) -> Path:
     with replacing(out) as temp:
         save_figure(metrics, read_evals(Path(run), metrics), temp)
     return out
+
+
+def about_run(config: Path) -> str:
+    """The model and the data of a run, where its configuration can be read."""
+    try:
+        values = YAML(typ="safe", pure=True).load(config)
+        return f"{Path(values['model']['path']).name} on {values['data']['train']['source']}"
+    except (OSError, YAMLError, KeyError, TypeError, ValueError):
+        return ""
 
 
 @contextmanager
