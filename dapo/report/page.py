@@ -1,9 +1,7 @@
 """The report of a run: its numbers, curves and rollouts on one self-contained page."""
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from markupsafe import Markup
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from ..files import replacing
 from .charts import PAPER_CHARTS, TIMES, UPDATE_CHARTS
 from .curves import chart_svg, has_data, save_figure
 from .data import Rows, as_text, column, number, read_evals, read_metrics, read_rollouts
@@ -78,17 +77,6 @@ def about_run(config: Path) -> str:
         return f"{Path(values['model']['path']).name} on {values['data']['train']['source']}"
     except (OSError, YAMLError, KeyError, TypeError, ValueError):
         return ""
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place once it is written in full."""
-    temp = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield temp
-        os.replace(temp, path)
-    finally:
-        temp.unlink(missing_ok=True)
 
 
 def load_template() -> Template:
