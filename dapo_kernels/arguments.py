@@ -11,6 +11,8 @@ from torch import Tensor
 from .config import PolicyLossConfig
 from .objective import TokenInputs
 
+BACKENDS = ("auto", "torch", "triton")
+
 
 class TokenBatch(NamedTuple):
     """The per-token arguments of one call, flattened to `[N]`."""
@@ -143,8 +145,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 def check_call(backend: str, chunk_tokens: int | None, hidden_grad: str) -> None:
     if hidden_grad not in ("complete", "partial"):
         raise ValueError(f"hidden_grad must be 'complete' or 'partial', got {hidden_grad!r}")
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if chunk_tokens is not None and not (isinstance(chunk_tokens, int) and chunk_tokens >= 1):
         raise ValueError(f"chunk_tokens must be None or a whole number, at least 1, got {chunk_tokens!r}")
 

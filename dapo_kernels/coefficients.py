@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import PolicyLossConfig
-from .objective import TokenInputs, token_objective
+from .objective import TokenInputs, TokenTerms, token_objective
 
 
 def token_coefficients(
@@ -22,44 +22,39 @@ def token_coefficients(
     inputs: TokenInputs,
     weights: Tensor | None,  # [n] of each token in the sum, None: 1
     config: PolicyLossConfig,
-) -> tuple[Tensor, Tensor | None]:
-    """The derivatives of the weighted sum of the token losses by each log-prob `[n]` and by each entropy
-    `[n]` (None: all 0)."""
+) -> tuple[TokenTerms, Tensor, Tensor | None]:
+    """The terms of the objective, and the derivatives of the weighted sum of its losses by each log-prob
+    `[n]` and by each entropy `[n]` (None: all 0)."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         entropy = entropy.detach().requires_grad_(config.needs_entropy_gradient)
-        loss = token_objective(logprobs, entropy, inputs, config).loss
-        total = (loss if weights is None else loss * weights).sum()
+        terms = token_objective(logprobs, entropy, inputs, config)
+        total = (terms.loss if weights is None else terms.loss * weights).sum()
         wanted = (logprobs, entropy) if config.needs_entropy_gradient else (logprobs,)
         gradients = torch.autograd.grad(total, wanted)
-    return gradients[0], gradients[1] if config.needs_entropy_gradient else None
+    terms = TokenTerms(*(None if term is None else term.detach() for term in terms))
+    return terms, gradients[0], gradients[1] if config.needs_entropy_gradient else None
 
 
-class ChunkCoefficients:
-    """The coefficients of a part of the selected tokens, from the scores of that part alone."""
+class SequenceCoefficients:
+    """The coefficients of a part of the selected tokens under one ratio a sequence, from the scores of that
+    part alone: on policy they can be had."""
 
     def __init__(self, inputs: TokenInputs, weights: Tensor | None, config: PolicyLossConfig) -> None:
         self.inputs, self.weights, self.config = inputs, weights, config
-        self.policy_part = None
-        if config.ratio_level == "sequence" and self.available:
+        ratio_on_kl = config.kl_coef != 0 and config.kl_ratio_correction
+        self.available = inputs.old_logprobs is None and not ratio_on_kl
+        """False: the log-probs of all tokens are needed first."""
+        if self.available:
             policy_only = replace(config, kl_coef=0.0, entropy_coef=0.0)
             anything = torch.zeros_like(inputs.advantages)  # on policy the log-probs themselves do not matter
-            self.policy_part = token_coefficients(anything, anything, inputs, weights, policy_only)[0]
-
-    @property
-    def available(self) -> bool:
-        """False: the log-probs of all tokens are needed first."""
-        on_policy = self.inputs.old_logprobs is None
-        ratio_on_kl = self.config.kl_coef != 0 and self.config.kl_ratio_correction
-        return self.config.ratio_level == "token" or (on_policy and not ratio_on_kl)
+            self.policy_part = token_coefficients(anything, anything, inputs, weights, policy_only)[1]
 
     def __call__(self, part: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """KL and entropy bonus are each token's own; the policy term is added as known."""
         inputs = self.inputs.select(part)
-        weights = None if self.weights is None else self.weights[part]
-        if self.policy_part is None:
-            return token_coefficients(logprobs, entropy, inputs, weights, self.config)
-        # KL and entropy bonus are each token's own; the policy term is added as known.
         own = inputs._replace(advantages=torch.zeros_like(inputs.advantages))
+        weights = None if self.weights is None else self.weights[part]
         token_level = replace(self.config, ratio_level="token")
-        logprob_grad, entropy_grad = token_coefficients(logprobs, entropy, own, weights, token_level)
+        _, logprob_grad, entropy_grad = token_coefficients(logprobs, entropy, own, weights, token_level)
         return logprob_grad + self.policy_part[part], entropy_grad

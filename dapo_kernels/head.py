@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import PolicyLossConfig
-from .gemm import add_weight_grad_gemm, hidden_grad_gemm, logits_gemm
-from .row_ops import logits_gradient_, logits_statistics_
+from .backends import TorchRows
+from .gemm import (
+    TILE_BYTES,
+    accumulation_dtype,
+    add_weight_grad_gemm,
+    gemm_dtype,
+    hidden_grad_gemm,
+    logits_gemm,
+)
+from .row_layout import empty_rows, padded_width
 
 if TYPE_CHECKING:
     from .vocab_parallel import VocabShard
 
-WORKSPACE_BYTES = 256 * 2**20
-"""Budget for one chunk of logits. A constant: never from free memory, or the bits would change with it."""
+CPU_WORKSPACE_BYTES = 256 * 2**20
+GPU_WORKSPACE_BYTES = 2**30
+GPU_CHUNK_TOKENS = 4096
+"""The least a chunk has on a GPU: with fewer tokens the weight gradient's read and write of `[V, H]` fp32
+costs as much as its product. Budgets are constants: were they free memory, the bits would change with it."""
 
 
 class Wants(NamedTuple):
@@ -43,6 +53,15 @@ class Head(NamedTuple):
     def vocab_size(self) -> int:
         return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and of sums."""
+        return accumulation_dtype(self.hidden, self.weight)
+
+    @property
+    def gemm_dtype(self) -> torch.dtype:
+        return gemm_dtype(self.hidden, self.weight)
+
 
 class Chunk(NamedTuple):
     """Some of the tokens at an index, and their logits."""
@@ -51,16 +70,30 @@ class Chunk(NamedTuple):
     """Where in the index they stand."""
     index: Tensor  # [c] which of the N tokens
     targets: Tensor  # [c]
-    hidden: Tensor  # [c, H] in the dtype of the logits
+    hidden: Tensor  # [c, H] in the GEMM dtype
     logits: Tensor  # [c, V] a view of the buffer: the next chunk overwrites it
 
 
-def logits_buffer(head: Head, num_tokens: int, chunk_tokens: int | None, dtype: torch.dtype) -> Tensor:
+def logits_buffer(head: Head, num_tokens: int, chunk_tokens: int | None, rows: TorchRows) -> Tensor:
     """`[chunk, V]`, a call's one large allocation: as many tokens as fit the budget, or `chunk_tokens`."""
-    vocab_size = head.weight.shape[0]
     if chunk_tokens is None:
-        chunk_tokens = max(1, WORKSPACE_BYTES // (vocab_size * dtype.itemsize))
-    return head.hidden.new_empty((min(chunk_tokens, num_tokens), vocab_size), dtype=dtype)
+        chunk_tokens = _tokens_in_budget(head, rows.copy_bytes)
+    chunk_tokens = min(chunk_tokens, num_tokens)
+    return empty_rows(chunk_tokens, head.weight.shape[0], dtype=head.dtype, device=head.hidden.device)
+
+
+def _tokens_in_budget(head: Head, copy_bytes: int) -> int:
+    """How many tokens' logits, hidden states and hidden gradients fit beside a widened tile of the weight."""
+    vocab, hidden_size = head.weight.shape
+    logits_bytes = padded_width(vocab) * head.dtype.itemsize
+    token_bytes = logits_bytes + vocab * copy_bytes
+    token_bytes += hidden_size * (head.gemm_dtype.itemsize + head.dtype.itemsize)
+    budget, least = CPU_WORKSPACE_BYTES, 1
+    if head.hidden.device.type != "cpu":
+        budget, least = max(GPU_WORKSPACE_BYTES, GPU_CHUNK_TOKENS * logits_bytes), GPU_CHUNK_TOKENS
+    if head.weight.dtype != head.gemm_dtype:
+        budget -= TILE_BYTES
+    return max(least, budget // token_bytes)
 
 
 def head_chunks(head: Head, index: Tensor, buffer: Tensor, boundary: int = 0) -> Iterator[Chunk]:
@@ -70,7 +103,7 @@ def head_chunks(head: Head, index: Tensor, buffer: Tensor, boundary: int = 0) ->
         for start in range(first, last, buffer.shape[0] or 1):
             part = slice(start, min(start + buffer.shape[0], last))
             rows = index[part]
-            hidden = head.hidden.index_select(0, rows).to(buffer.dtype)
+            hidden = head.hidden.index_select(0, rows).to(head.gemm_dtype)
             logits = buffer[: rows.numel()]
             logits_gemm(hidden, head.weight, head.bias, out=logits)
             yield Chunk(part, rows, head.targets[rows], hidden, logits)
@@ -80,34 +113,34 @@ class HeadGradients:
     """Accumulates the gradients of hidden `[N, H]`, weight `[V, H]` and bias `[V]` over chunks; those that
     are not wanted cost nothing and stay None."""
 
-    def __init__(self, head: Head, wants: Wants, dtype: torch.dtype) -> None:
-        self.head, self.wants, self.dtype = head, wants, dtype
+    def __init__(self, head: Head, wants: Wants) -> None:
+        self.head, self.wants = head, wants
         self.hidden = self.weight = self.bias = None
         if wants.hidden:
             # In fp16 the gradient stays fp32 until the incoming scale and the denominator are in it.
             kept = torch.float32 if head.hidden.dtype == torch.float16 else head.hidden.dtype
             self.hidden = torch.zeros_like(head.hidden, dtype=kept)
 
-    def add(self, chunk: Chunk) -> None:
-        """Adds a chunk whose logits have become their gradient."""
-        dlogits = chunk.logits
+    def add(self, chunk: Chunk, dlogits: Tensor) -> None:
+        """Adds a chunk, whose gradient of the logits is `[c, V]` in the GEMM dtype."""
+        dtype = self.head.dtype
         if self.wants.hidden:
-            rows = hidden_grad_gemm(dlogits, self.head.weight)
+            rows = hidden_grad_gemm(dlogits, self.head.weight, dtype)
             if self.head.shard is not None and self.head.complete_hidden_grad:
                 rows = self.head.shard.sum_(rows)
             self.hidden.index_copy_(0, chunk.index, rows.to(self.hidden.dtype))
         if self.wants.weight:
-            self.weight = add_weight_grad_gemm(self.weight, dlogits, chunk.hidden)
+            self.weight = add_weight_grad_gemm(self.weight, dlogits, chunk.hidden, dtype)
         if self.wants.bias:
-            total = dlogits.sum(0)
+            total = dlogits.sum(0, dtype=dtype)
             self.bias = total if self.bias is None else self.bias.add_(total)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The sums; zeros where there was no chunk."""
         if self.wants.weight and self.weight is None:
-            self.weight = torch.zeros_like(self.head.weight, dtype=self.dtype)
+            self.weight = torch.zeros_like(self.head.weight, dtype=self.head.dtype)
         if self.wants.bias and self.bias is None:
-            self.bias = torch.zeros_like(self.head.bias, dtype=self.dtype)
+            self.bias = torch.zeros_like(self.head.bias, dtype=self.head.dtype)
         return self.hidden, self.weight, self.bias
 
 
@@ -117,13 +150,11 @@ def add_gradients(
     logprob_grad: Tensor,  # [n]
     entropy_grad: Tensor | None,  # [n]
     buffer: Tensor,
-    config: PolicyLossConfig,
+    rows: TorchRows,
 ) -> None:
     """Makes the logits of the tokens at `index` once more, and adds the gradients that follow from those of
     their log-probs and entropies: 3u where the first pass could not know them."""
     for chunk in head_chunks(gradients.head, index, buffer):
-        shard = gradients.head.shard
-        statistics = logits_statistics_(chunk.logits, chunk.targets, config, shard)
+        statistics = rows.statistics(chunk.logits, chunk.targets)
         grads = [None if grad is None else grad[chunk.part] for grad in (logprob_grad, entropy_grad)]
-        logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config, shard)
-        gradients.add(chunk)
+        gradients.add(chunk, rows.gradient(chunk.logits, chunk.targets, statistics, *grads))

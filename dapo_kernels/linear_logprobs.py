@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .arguments import check_call, check_head, flatten_mask
+from .backends import TorchRows, choose_rows
 from .config import PolicyLossConfig
 from .data_parallel import gather
-from .gemm import accumulation_dtype, exact_precision
+from .gemm import exact_precision
 from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
-from .row_ops import logits_statistics_
 from .selection import order_tokens
 from .vocab_parallel import VocabShard
 
@@ -62,8 +62,7 @@ def fused_linear_logprobs(
         bias: `[V]` of the head.
         temperature, logit_scale, logit_softcap: as in `PolicyLossConfig`.
         return_entropy: False saves its column, not its work.
-        backend: `auto` or `torch`.
-        chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
+        backend, chunk_tokens: as in `fused_linear_policy_loss`.
         vocab_group, hidden_grad: a head cut by vocabulary rows, as in `fused_linear_policy_loss`.
 
     Returns:
@@ -81,7 +80,9 @@ def fused_linear_logprobs(
     vocab_size = weight.shape[0] if shard is None else shard.vocab_size
     flat_targets = targets.reshape(-1)
     index = order_tokens(flat_targets, counted, counted, counted, vocab_size).index
-    options = HeadOptions(chunk_tokens, config, shard, hidden_grad == "complete")
+    head = Head(hidden, weight, bias, flat_targets)
+    rows = choose_rows(backend, hidden.device, config, shard, head.dtype, head.gemm_dtype)
+    options = HeadOptions(chunk_tokens, rows, shard, hidden_grad == "complete")
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, flat_targets, index, options)
     shape = targets.shape
     return LogprobOutput(logprobs.view(shape), entropy.view(shape) if return_entropy else None)
@@ -91,7 +92,7 @@ class HeadOptions(NamedTuple):
     """What forward and backward have in common besides tensors."""
 
     chunk_tokens: int | None
-    config: PolicyLossConfig
+    rows: TorchRows
     shard: VocabShard | None
     complete_hidden_grad: bool
 
@@ -107,13 +108,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.options = options
         ctx.set_materialize_grads(False)  # an output that the loss does not use then costs nothing
         head = options.head(hidden, weight, bias, targets)
-        dtype = accumulation_dtype(hidden, weight)
-        logprobs = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
+        logprobs = torch.zeros(targets.shape, dtype=head.dtype, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         with exact_precision(hidden.device):
-            buffer = logits_buffer(head, index.numel(), options.chunk_tokens, dtype)
+            buffer = logits_buffer(head, index.numel(), options.chunk_tokens, options.rows)
             for chunk in head_chunks(head, index, buffer):
-                statistics = logits_statistics_(chunk.logits, chunk.targets, options.config, head.shard)
+                statistics = options.rows.statistics(chunk.logits, chunk.targets)
                 logprobs[chunk.index] = statistics.logprobs
                 entropy[chunk.index] = statistics.entropy
         return logprobs, entropy
@@ -124,15 +124,14 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, index = ctx.saved_tensors
         options = ctx.options
         head = options.head(hidden, weight, bias, targets)
-        dtype = accumulation_dtype(hidden, weight)
         with exact_precision(hidden.device):
-            gradients = HeadGradients(head, Wants(*ctx.needs_input_grad[:3]), dtype)
+            gradients = HeadGradients(head, Wants(*ctx.needs_input_grad[:3]))
             rows = _rows_with_gradient(index, logprob_grad, entropy_grad)
             if logprob_grad is None:
-                logprob_grad = torch.zeros_like(targets, dtype=dtype)
-            buffer = logits_buffer(head, rows.numel(), options.chunk_tokens, dtype)
+                logprob_grad = torch.zeros_like(targets, dtype=head.dtype)
+            buffer = logits_buffer(head, rows.numel(), options.chunk_tokens, options.rows)
             grads = (None if grad is None else grad[rows] for grad in (logprob_grad, entropy_grad))
-            add_gradients(gradients, rows, *grads, buffer, options.config)
+            add_gradients(gradients, rows, *grads, buffer, options.rows)
         finished = zip(gradients.finish(), (hidden, weight, bias))
         return (*(None if g is None else g.to(t.dtype).view(t.shape) for g, t in finished), *[None] * 3)
 

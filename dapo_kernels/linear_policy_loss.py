@@ -1,36 +1,23 @@
-"""The one-pass fused linear policy loss: head, log-probs, objective and both gradients, chunk by chunk.
-
-For a token-level objective `d loss / d logp` of a token depends on its own log-prob and on numbers known
-beforehand. So once a chunk's logits exist, everything is finished before the next chunk:
-
-    select -> for each chunk: logits GEMM -> row statistics -> objective -> dlogits in place
-                              -> hidden-gradient GEMM, weight-gradient GEMM
-
-With u = 2 N H V FLOPs this costs `g + 2f` u (g: share of tokens scored, f: share that carries gradient),
-one chunk of logits in memory, and no recomputation in backward, which only scales what is already there.
-With one ratio a sequence, off policy, a token's coefficient waits for its whole sequence: then the logits of
-the tokens that carry gradient are made a second time (`g + 3f`).
-"""
+"""The fused linear policy loss: checks, selection, reduction, and the autograd function around one pass."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .arguments import TokenBatch, check_call, check_head, flatten_tokens
-from .coefficients import ChunkCoefficients, token_coefficients
+from .backends import choose_rows
 from .config import PolicyLossConfig
 from .data_parallel import gather
 from .gemm import accumulation_dtype, exact_precision
-from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
-from .objective import TokenTerms, token_objective
+from .head import Head, Wants
+from .one_pass import Scored, score_tokens
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
-from .reduction import token_reduction
-from .row_ops import logits_gradient_, logits_statistics_
-from .selection import Selection, scatter_tokens, select_tokens
+from .reduction import selected_weights, token_reduction
+from .selection import known_to_be_one, scatter_tokens, select_tokens
 from .vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -83,8 +70,10 @@ def fused_linear_policy_loss(
         config: coefficients and switches.
         selection: `[n]` flat indices of the tokens to score, if known: the unmasked ones, less those that
             `skip_zero_advantage` skips. Saves the call's one host read, and its check of the ids.
-        backend: `auto` or `torch`.
-        chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB.
+        backend: `torch`, `triton`, or `auto`: Triton for tensors on a GPU unless they are fp64 or Triton is
+            not installed, else torch.
+        chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB on CPU; on a GPU
+            1 GiB, and at least 4096.
         vocab_group: process group over which the head is cut: `weight` and `bias` are this rank's equal
             part of the vocabulary, everything else is the same on every rank.
         hidden_grad: with `vocab_group`, `complete` sums the gradient of `hidden` over the group; `partial`
@@ -120,73 +109,33 @@ def fused_linear_policy_loss(
         flat = hidden.reshape(-1, hidden.shape[-1])
         shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
         head = Head(flat, weight, bias, targets.reshape(-1), shard, hidden_grad == "complete")
+        rows = choose_rows(backend, hidden.device, config, shard, dtype, head.gemm_dtype)
         chosen = select_tokens(head.targets, batch, head.vocab_size, config, selection)
-        reduction = token_reduction(batch.mask, batch.inputs.sequence_ids, denominator, dtype, config)
-        result = _score(head, batch, chosen, reduction[0], wants, chunk_tokens, config)
-        output = _assemble(result, batch, chosen, reduction, config)
+        weights, divisor = selected_weights(
+            *token_reduction(batch.mask, batch.inputs.sequence_ids, denominator, dtype, config),
+            chosen.index,
+            rows.dtype,
+        )
+        result = score_tokens(head, batch.inputs, weights, chosen, wants, chunk_tokens, rows)
+        loss = (result.terms.loss * weights).sum()
+        output = _assemble(loss if divisor is None else loss / divisor, result, batch, chosen.index, config)
     if any(wants):
-        loss = _PrecomputedGradient.apply(hidden, weight, bias, output.loss, result.gradients, reduction[1])
+        loss = _PrecomputedGradient.apply(hidden, weight, bias, output.loss, result.gradients, divisor)
         output = output._replace(loss=loss)
     return output
 
 
-class Scored(NamedTuple):
-    """What the pass over the chunks leaves; per-token fields are `[n]`, in the order of the selection."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    terms: TokenTerms
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
-    """Of hidden `[N, H]`, weight `[V, H]`, bias `[V]`; of the loss before its division."""
-
-
-def _score(
-    head: Head,
-    batch: TokenBatch,
-    selection: Selection,
-    reduction_weights: Tensor | None,  # [N]
-    wants: Wants,
-    chunk_tokens: int | None,
-    config: PolicyLossConfig,
-) -> Scored:
-    """The pass itself: first the tokens that carry gradient, then those that are only scored."""
-    inputs = batch.inputs.select(selection.index)
-    weights = None if reduction_weights is None else reduction_weights[selection.index]
-    dtype = inputs.advantages.dtype
-    buffer = logits_buffer(head, selection.index.numel(), chunk_tokens, dtype)
-    num_active = selection.num_active if any(wants) else 0
-    gradients = HeadGradients(head, wants, dtype)
-    coefficients = ChunkCoefficients(inputs, weights, config)
-    logprobs, entropy = torch.empty_like(inputs.advantages), torch.empty_like(inputs.advantages)
-    for chunk in head_chunks(head, selection.index, buffer, num_active):
-        statistics = logits_statistics_(chunk.logits, chunk.targets, config, head.shard)
-        logprobs[chunk.part], entropy[chunk.part] = statistics.logprobs, statistics.entropy
-        if chunk.part.start < num_active and coefficients.available:
-            grads = coefficients(chunk.part, statistics.logprobs, statistics.entropy)
-            logits_gradient_(chunk.logits, chunk.targets, statistics, *grads, config, head.shard)
-            gradients.add(chunk)
-    if num_active and not coefficients.available:
-        grads = token_coefficients(logprobs, entropy, inputs, weights, config)
-        grads = (None if grad is None else grad[:num_active] for grad in grads)
-        add_gradients(gradients, selection.index[:num_active], *grads, buffer, config)
-    terms = token_objective(logprobs, entropy, inputs, config)
-    return Scored(logprobs, entropy, terms, gradients.finish())
-
-
 def _assemble(
+    loss: Tensor,  # 0-d
     result: Scored,
     batch: TokenBatch,
-    selection: Selection,
-    reduction: tuple[Tensor | None, Tensor | float],
+    index: Tensor,  # [n]
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
-    weights, denominator = reduction
-    index = selection.index
-    weighted = result.terms.loss if weights is None else result.terms.loss * weights[index]
     advantages = batch.inputs.advantages[index]
     sums = token_sums(result.terms, result.entropy, advantages, batch.mask.sum(), config)
     return PolicyLossOutput(
-        loss=weighted.sum() / denominator,
+        loss=loss,
         logprobs=scatter_tokens(result.logprobs, index, batch.shape),
         entropy=scatter_tokens(result.entropy, index, batch.shape),
         token_loss=scatter_tokens(result.terms.loss, index, batch.shape),
@@ -199,18 +148,20 @@ class _PrecomputedGradient(torch.autograd.Function):
     """Ties a finished loss to the gradients found along with it; backward scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, loss, gradients, denominator):
+    def forward(ctx, hidden, weight, bias, loss, gradients, divisor):
         ctx.shapes = [None if t is None else (t.shape, t.dtype) for t in (hidden, weight, bias)]
         ctx.save_for_backward(*gradients)  # freed by backward, even while the caller keeps the loss
-        ctx.denominator = denominator
+        ctx.divisor = divisor
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):
-        scale = grad_loss / ctx.denominator
+        scale = grad_loss if ctx.divisor is None else grad_loss / ctx.divisor
+        # A product by 1 is a copy of [V, H] that nobody needs.
+        as_is = ctx.divisor is None and known_to_be_one(grad_loss)
         scaled = [
-            None if gradient is None else (gradient * scale).to(like[1]).view(like[0])
+            None if gradient is None else (gradient if as_is else gradient * scale).to(like[1]).view(like[0])
             for gradient, like in zip(ctx.saved_tensors, ctx.shapes)
         ]
         return (*scaled, None, None, None)

@@ -35,3 +35,23 @@ def token_reduction(
         denominator = denominator.detach().to(dtype)
         denominator = torch.where(denominator == 0, 1, denominator)
     return weights, denominator
+
+
+def selected_weights(
+    weights: Tensor | None,  # [N]
+    denominator: Tensor | float,
+    index: Tensor,  # [n]
+    gemm_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | float | None]:
+    """What the losses and gradients of the selected tokens are multiplied with before the GEMMs `[n]`, and
+    what is divided by after them (None: nothing).
+
+    fp16 would flush 1 / denominator to 0, and 1 / length too: there the largest weight becomes 1.
+    """
+    dtype = torch.float64 if gemm_dtype == torch.float64 else torch.float32
+    ones = torch.ones(index.shape, dtype=dtype, device=index.device)
+    chosen = ones if weights is None else weights[index]
+    if gemm_dtype != torch.float16:
+        return chosen / denominator, None
+    largest = torch.cat([chosen, chosen.new_full((1,), torch.finfo(dtype).tiny)]).amax()
+    return chosen / largest, denominator / largest

@@ -18,12 +18,15 @@ from .row_statistics import RowStatistics, finish_statistics
 if TYPE_CHECKING:
     from .vocab_parallel import VocabShard
 
-BLOCK_BYTES = 2 * 2**20
+CPU_BLOCK_BYTES = 2 * 2**20
 """Rows worked on at a time: their logits and one scratch copy should stay in cache."""
+GPU_BLOCK_BYTES = 64 * 2**20
+"""Enough for a GPU's cores, and few launches."""
 
 
 def _row_blocks(rows: Tensor) -> list[slice]:
-    block = max(1, BLOCK_BYTES // (rows.shape[1] * rows.element_size()))
+    block_bytes = CPU_BLOCK_BYTES if rows.device.type == "cpu" else GPU_BLOCK_BYTES
+    block = max(1, block_bytes // (rows.shape[1] * rows.element_size()))
     return [slice(start, start + block) for start in range(0, rows.shape[0], block)]
 
 
@@ -44,7 +47,11 @@ def logits_statistics_(
         for column, value in zip(columns, _block_statistics_(z, y, mine, scratch, config)):
             column[block] = value.squeeze(1)
     statistics = RowStatistics(*columns)
-    return statistics if shard is None else shard.merge_(logits, statistics)
+    if shard is None:
+        return statistics
+    whole = shard.merge(statistics)
+    logits.mul_((statistics.maximum - whole.maximum).exp()[:, None])
+    return whole
 
 
 def _block_statistics_(

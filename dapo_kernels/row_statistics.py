@@ -23,7 +23,24 @@ class RowStatistics(NamedTuple):
     target_logit: Tensor
     """`z_y`; -inf where the target lies in another vocabulary shard."""
     moment: Tensor | None = None
-    """Sum of `exp(z - maximum) * (z - maximum)`, where shards are to be merged."""
+    """Sum of `exp(z - maximum) * (z - maximum)`, where parts are to be merged."""
+
+
+MERGED_FIELDS = ("maximum", "total", "rest", "moment", "target_logit")
+"""What is known of a part of a row (a stretch of its columns, or a vocabulary shard) before it is merged."""
+
+
+def merge_statistics(parts: Tensor) -> RowStatistics:
+    """`[parts, 5, n]` of MERGED_FIELDS to the statistics of whole rows, summed in the order of the parts."""
+    maximum, total, rest, moment, target_logit = parts.unbind(1)  # [parts, n]
+    highest = maximum.amax(0)
+    scale = (maximum - highest).exp()
+    return finish_statistics(
+        highest,
+        rest=(scale * rest).sum(0),
+        moment=(scale * (moment + (maximum - highest) * total)).sum(0),
+        target_logit=target_logit.amax(0),
+    )
 
 
 def finish_statistics(maximum: Tensor, rest: Tensor, moment: Tensor, target_logit: Tensor) -> RowStatistics:

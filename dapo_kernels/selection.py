@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .arguments import TokenBatch
 from .config import PolicyLossConfig
@@ -79,9 +80,14 @@ def order_tokens(
     return Selection(order[:num_scored], num_active)
 
 
-def read_back(values: Tensor) -> list[int]:
+def read_back(values: Tensor) -> list[int] | float:
     """The only place where a loss call waits for the device."""
     return values.tolist()
+
+
+def known_to_be_one(value: Tensor) -> bool:
+    """Whether a 0-d value is 1, where it takes no waiting to know: on CPU, and not a fake tensor."""
+    return value.is_cpu and not isinstance(value, FakeTensor) and read_back(value) == 1
 
 
 def scatter_tokens(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .row_statistics import RowStatistics, finish_statistics
+from .row_statistics import MERGED_FIELDS, RowStatistics, merge_statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,23 +35,12 @@ class VocabShard:
         local = targets - self.first
         return local.clamp(0, self.rows - 1), (local >= 0) & (local < self.rows)
 
-    def merge_(self, exps: Tensor, local: RowStatistics) -> RowStatistics:
-        """The statistics of whole rows from those of each shard; exps `[n, rows]` become `exp(z - max)` with
-        the whole row's maximum."""
-        mine = torch.stack([local.maximum, local.total, local.rest, local.moment, local.target_logit])
+    def merge(self, local: RowStatistics) -> RowStatistics:
+        """The statistics of whole rows from those of each shard."""
+        mine = torch.stack([getattr(local, name) for name in MERGED_FIELDS])
         parts = mine.new_empty(self.world_size * len(mine), mine.shape[1])
         dist.all_gather_into_tensor(parts, mine, group=self.group)
-        by_rank = parts.view(self.world_size, *mine.shape)
-        maximum, total, rest, moment, target_logit = by_rank.unbind(1)  # [world size, n]
-        highest = maximum.amax(0)
-        scale = (maximum - highest).exp()
-        exps.mul_((local.maximum - highest).exp()[:, None])
-        return finish_statistics(
-            highest,
-            rest=(scale * rest).sum(0),
-            moment=(scale * (moment + (maximum - highest) * total)).sum(0),
-            target_logit=target_logit.amax(0),
-        )
+        return merge_statistics(parts.view(self.world_size, *mine.shape))
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum over the group, in place."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from dapo_kernels import PolicyLossConfig, PolicyLossOutput, fused_linear_policy_loss, reference
 
@@ -199,6 +198,8 @@ def check(case: LossCase, result: Result | None = None, scale=1.0, slack=1.0, **
             continue
         gradient = name.startswith("grad.")
         size = max(want.abs().max().item(), 0.05 * scale if gradient or name == "loss" else 1.0)
+        if name == "loss":  # what it is a mean of may cancel
+            size = max(size, truth["token_loss"].abs().mean().item())
         if name.startswith("sums."):
             size = max(size, truth["sums.num_scored"].item())
         error, allowed = ((x.double() - want).abs().max().item() for x in (seen[name], plain[name]))
@@ -219,16 +220,6 @@ def assert_same_bits(a: Result, b: Result) -> None:
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
-
-
-def gemm_flops(call: Callable[[], object]) -> int:
-    def addmm_flops(total, a, b, out_shape=None, **options):
-        return 2 * a[0] * a[1] * b[1]
-
-    mapping = {torch.ops.aten.addmm_: addmm_flops}  # not counted by default
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        call()
-    return counter.get_total_flops()
 
 
 class LiveBytes(TorchDispatchMode):

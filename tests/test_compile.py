@@ -37,10 +37,11 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(target, tmp_path)
 BROKEN = """
 import triton
 from bench import compile_report as report
-variant = report.loss_variant(152064, report.torch.bfloat16)
+from bench.kernel_variants import loss_variant
+variant = loss_variant(152064, report.torch.bfloat16)
 target = report.TARGETS[{target!r}]
 def without_barrier(amd):
-    return variant.arguments(amd) | {{"ALIASED": False}}
+    return variant.arguments(amd) | {{"OVERLAPS": False}}
 code = report.read_machine_code(report.compile_variant(variant._replace(arguments=without_barrier), target))
 print(report.faults(variant, code, target))
 def narrow(amd):

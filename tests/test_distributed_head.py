@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -33,29 +34,28 @@ def cases():
     yield "far apart", replace(make_case(vocab=V), bias=torch.linspace(-400, 400, V, dtype=torch.float64))
 
 
-def policy_loss_result(case, group=None, hidden_grad="complete"):
+def policy_loss_result(case, group=None, hidden_grad="complete", **extra):
     """Everything that the loss returns and its gradients."""
-    extra = {} if group is None else {"vocab_group": group, "hidden_grad": hidden_grad}
+    extra |= {} if group is None else {"vocab_group": group, "hidden_grad": hidden_grad}
     result = run(fused_linear_policy_loss, case, chunk_tokens=7, **extra)
     return result.quantities()
 
 
-def logprobs_result(case, group=None):
+def logprobs_result(case, group=None, **extra):
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    output = fused_linear_logprobs(
-        hidden, weight, case.targets, mask=case.mask, bias=case.bias, chunk_tokens=7, vocab_group=group
-    )
+    extra |= {"mask": case.mask, "bias": case.bias, "chunk_tokens": 7, "vocab_group": group}
+    output = fused_linear_logprobs(hidden, weight, case.targets, **extra)
     (output.logprobs.tanh().sum() + (output.entropy**2).sum()).backward()
     named = {"logprobs": output.logprobs.detach(), "entropy": output.entropy.detach()}
     return named | {"grad.hidden": hidden.grad, "grad.weight": weight.grad}
 
 
-def compare(name: str, sharded: dict, whole: dict, rank: int) -> None:
+def compare(name: str, sharded: dict, whole: dict, rank: int, rtol: float = 1e-9) -> None:
     rows = slice(rank * V // WORLD, (rank + 1) * V // WORLD)
     for key, want in whole.items():
         want = want[rows] if key in ("grad.weight", "grad.bias") else want
         torch.testing.assert_close(
-            sharded[key], want, rtol=1e-9, atol=1e-11, msg=lambda text, key=key: f"{name} {key}: {text}"
+            sharded[key], want, rtol=rtol, atol=rtol / 100, msg=lambda text, key=key: f"{name} {key}: {text}"
         )
 
 
@@ -67,12 +67,27 @@ def worker(rank: int, store: str) -> None:
         compare(name, policy_loss_result(shard_of(case, rank), group), policy_loss_result(case), rank)
     case = make_case(vocab=V)
     compare("logprobs", logprobs_result(shard_of(case, rank), group), logprobs_result(case), rank)
+    _triton_kernels_on_shards(group, rank)
 
     partial = policy_loss_result(shard_of(case, rank), group, "partial")["grad.hidden"]
     dist.all_reduce(partial)
     torch.testing.assert_close(partial, policy_loss_result(case)["grad.hidden"], rtol=1e-9, atol=1e-11)
     _wrong_targets_are_refused_on_every_rank(case, group, rank)
     dist.destroy_process_group()
+
+
+def _triton_kernels_on_shards(group, rank: int) -> None:
+    """K20 for the row kernels: interpreted, in fp32."""
+    if find_spec("triton") is None:
+        return
+    for name in ("clip", "entropy_softcap", "sequence"):
+        case = make_case(vocab=V, dtype=torch.float32, **OPTIONS[name])
+        truth = policy_loss_result(case.to(torch.float64))
+        sharded = policy_loss_result(shard_of(case, rank), group, backend="triton")
+        compare(f"triton {name}", {k: v.double() for k, v in sharded.items()}, truth, rank, 1e-4)
+    case = make_case(vocab=V, dtype=torch.float32)
+    sharded = logprobs_result(shard_of(case, rank), group, backend="triton")
+    compare("triton logprobs", sharded, logprobs_result(case), rank, 1e-4)
 
 
 def _wrong_targets_are_refused_on_every_rank(case, group, rank: int) -> None:

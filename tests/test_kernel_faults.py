@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import HEAD, LiveBytes, assert_same_bits, check, fast, gemm_flops, make_case, plain_logprobs
+from loss_cases import HEAD, LiveBytes, assert_same_bits, check, fast, make_case, plain_logprobs
 
+from bench.measure import gemm_flops
 from dapo_kernels import fused_linear_policy_loss
 
 fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
@@ -230,7 +231,7 @@ def test_k18_rollout_weights():
 
 def test_k19_frozen_inputs_cost_nothing(monkeypatch):
     """Neither a buffer as large as the gradient that nobody asked for, nor its product."""
-    monkeypatch.setattr("dapo_kernels.head.WORKSPACE_BYTES", 4 * 260 * 4)
+    monkeypatch.setattr("dapo_kernels.head.CPU_WORKSPACE_BYTES", 4 * 260 * 4)
     case = make_case((512,), 16, 260, fp32, mask=1.1)
     case.advantages = case.advantages.abs() + 1
     sizes = {"weight": case.weight.nbytes, "hidden": case.hidden.nbytes}

@@ -14,13 +14,13 @@ from loss_cases import (
     assert_same_bits,
     check,
     fast,
-    gemm_flops,
     make_case,
     run,
 )
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+from bench.measure import gemm_flops
 from dapo_kernels import FusedLinearPolicyLoss, fused_linear_policy_loss, reference
 
 fp64, fp32, bf16, fp16 = BOUNDS
@@ -239,7 +239,7 @@ def test_cost(name):
 def test_memory(config, monkeypatch):
     """Beyond inputs and gradients: the budget, and at most 64 bytes a token. After backward: the outputs."""
     vocab, budget = 260, 64 * 260 * 4
-    monkeypatch.setattr("dapo_kernels.head.WORKSPACE_BYTES", budget)
+    monkeypatch.setattr("dapo_kernels.head.CPU_WORKSPACE_BYTES", budget)
     peaks = {}
     for n in (1024, 4096):
         case = make_case((8, n // 8), 8, vocab, fp32, **config)
@@ -249,7 +249,8 @@ def test_memory(config, monkeypatch):
             output = fused_linear_policy_loss(**{**wide.arguments(), **leaves})
             peaks[n] = memory.peak
             output.loss.backward()
-        assert max(memory.sizes) == max(n * 8 * 4, budget)  # hidden's gradient, a chunk; never [N, V]
+        # hidden's gradient, or a chunk that fills the budget with its hidden rows; never [N, V]
+        assert n * 8 * 4 <= max(memory.sizes) <= max(n * 8 * 4, budget)
         gradients = sum(leaf.nbytes for leaf in leaves.values())
         assert memory.live <= n * 3 * 4 + gradients + 1024  # log-probs, entropy, token loss
     assert (peaks[4096] - peaks[1024]) / 3072 <= 64 + 8 * 4  # 8 * 4: of hidden's gradient

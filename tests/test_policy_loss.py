@@ -243,7 +243,7 @@ BAD_HEAD = [
     ({"selection": X(3)}, r"selection must be \[n\] int64, got \[3\] torch.float32"),
     ({"selection": I}, r"selection must be \[n\] int64, got \[5, 6\]"),
     ({"selection": [1]}, "selection must be a tensor, got list"),
-    ({"backend": "cuda"}, "backend must be 'auto' or .*, got 'cuda'"),
+    ({"backend": "cuda"}, "backend must be one of .*'triton'.*, got 'cuda'"),
     ({"chunk_tokens": 0}, "chunk_tokens must be .* at least 1, got 0"),
     ({"chunk_tokens": 2.5}, "chunk_tokens must be .*, got 2.5"),
 ]

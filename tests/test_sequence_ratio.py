@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import check, gemm_flops, make_case, run
+from loss_cases import check, make_case, run
 
+from bench.measure import gemm_flops
 from dapo_kernels import PolicyLossConfig, fused_linear_policy_loss, policy_loss
 
 N, H, V, A_SEQUENCE = 60, 16, 96, 12

@@ -8,27 +8,19 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..config import PolicyLossConfig
+from ..row_layout import ROW_ALIGNMENT, padded_width
 
-ROW_ALIGNMENT = 64
-"""Rows start at multiples of this many elements: 16-byte accesses, and aligned GEMM rows, for any V."""
 TILE_ELEMENTS = 4096
 """Elements of a tile: 8 a thread, which is one 16-byte store of bf16."""
 TILE_THREADS = 512
+FEW_PROGRAMS = 256
+"""Rows that give fewer programs than this are cut, so that a large GPU has work for all of its cores. A
+constant: were it the number of cores, the bits would depend on the device."""
 AMD = torch.version.hip is not None
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def padded_width(vocab_size: int) -> int:
-    return -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def empty_rows(
-    rows: int, vocab_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Tensor:
-    """An uninitialised `[n, V]` whose row pitch is a multiple of 64 elements."""
-    return torch.empty((rows, padded_width(vocab_size)), dtype=dtype, device=device)[:, :vocab_size]
 
 
 def alias_rows(logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,6 +35,15 @@ class RowTile(NamedTuple):
     block: int
     num_warps: int
 
+    def arguments(self) -> dict[str, int | bool]:
+        """Of a launch. Fused multiply-add is named because Triton 3.9 warns where it is left open."""
+        return {
+            "ROWS": self.rows,
+            "BLOCK": self.block,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": True,
+        }
+
 
 def row_tile(vocab_size: int, amd: bool) -> RowTile:
     """Several short rows, or a stretch of a long one."""
@@ -50,27 +51,41 @@ def row_tile(vocab_size: int, amd: bool) -> RowTile:
     return RowTile(TILE_ELEMENTS // block, block, TILE_THREADS // (64 if amd else 32))
 
 
-def launch_options(tile: RowTile) -> dict[str, int | bool]:
-    """Compiler options. Fused multiply-add is named because Triton 3.9 warns where it is left open."""
-    return {"num_warps": tile.num_warps, "enable_fp_fusion": True}
+def row_splits(num_rows: int, vocab_size: int) -> tuple[int, int]:
+    """How many programs share a row, and the columns that each takes: a whole number of tiles."""
+    tile = row_tile(vocab_size, AMD)
+    tiles = triton.cdiv(padded_width(vocab_size), tile.block)
+    programs = max(1, triton.cdiv(num_rows, tile.rows))
+    per_program = triton.cdiv(tiles, max(1, FEW_PROGRAMS // programs))
+    return triton.cdiv(tiles, per_program), per_program * tile.block
 
 
-def check_rows(
-    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: torch.Size | None = None
-) -> None:
-    """Raises unless `value` is `[n, V]` (or `shape`) of one of `dtypes`, laid out as by `empty_rows`."""
+def launch(kernel: triton.JITFunction, grid: tuple[int], arguments: dict) -> None:
+    """Launches on the device of the logits; does nothing without rows, or for tensors without memory."""
+    logits = arguments["logits_ptr"]
+    if logits.numel() and not logits.is_meta and not isinstance(logits, FakeTensor):
+        with _on_device(logits):
+            kernel[grid](**arguments)
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def check_rows(name: str, value: Tensor) -> None:
+    """Raises unless `value` is fp32 `[n, V]`, laid out as by `row_layout.empty_rows`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
-    if value.dim() != 2 or value.shape[1] == 0 or (shape is not None and value.shape != shape):
-        wanted = "[n, V] with V > 0" if shape is None else f"{list(shape)} like logits"
-        raise ValueError(f"{name} must be {wanted}, got {list(value.shape)}")
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {value.dtype}")
+    if value.dim() != 2 or value.shape[1] == 0:
+        raise ValueError(f"{name} must be [n, V] with V > 0, got {list(value.shape)}")
     pitch, width = value.stride(0), padded_width(value.shape[1])
     if value.stride(1) != 1 or pitch % ROW_ALIGNMENT or pitch < width:
         raise ValueError(
             f"{name} {list(value.shape)} must have strides (pitch, 1), the pitch a multiple of "
-            f"{ROW_ALIGNMENT} and at least {width}, got {value.stride()}; see launch.empty_rows"
+            f"{ROW_ALIGNMENT} and at least {width}, got {value.stride()}; see row_layout.empty_rows"
         )
     end = (value.storage_offset() + (value.shape[0] - 1) * pitch + width) * value.element_size()
     if value.shape[0] and end > value.untyped_storage().nbytes():
@@ -99,23 +114,23 @@ def check_column(
     return value.contiguous()
 
 
-def is_alias(logits: Tensor, dlogits: Tensor) -> bool:
-    """Whether dlogits lie over the logits; raises if they overlap other than row on row."""
-    check_rows("dlogits", dlogits, GRADIENT_DTYPES, logits.shape)
-    if dlogits.device != logits.device:
-        raise ValueError(f"dlogits must be on {logits.device} like logits, got {dlogits.device}")
-    if dlogits.untyped_storage()._cdata != logits.untyped_storage()._cdata:
-        return False
+def check_gradient_dtype(dtype: torch.dtype) -> None:
+    if dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"dtype of dlogits must be one of {GRADIENT_DTYPES}, got {dtype}")
 
-    def layout(rows: Tensor) -> tuple[int, int]:
-        return rows.storage_offset() * rows.element_size(), rows.stride(0) * rows.element_size()
 
-    if layout(dlogits) != layout(logits):
-        raise ValueError(
-            "dlogits that share memory with logits must start at the same bytes, row by row "
-            f"(launch.alias_rows), got offset and pitch {layout(dlogits)} against {layout(logits)}"
-        )
-    return True
+def logits_arguments(logits: Tensor, targets: Tensor) -> dict[str, Tensor | int]:
+    """The rows, their targets and sizes, checked."""
+    check_rows("logits", logits)
+    rows, vocab = logits.shape
+    return {
+        "logits_ptr": logits,
+        "targets_ptr": check_column("targets", targets, logits, torch.int64),
+        "num_rows": rows,
+        "vocab": vocab,
+        "width": padded_width(vocab),
+        "pitch": logits.stride(0),
+    }
 
 
 def transform_arguments(config: PolicyLossConfig) -> dict[str, float | bool]:
@@ -127,8 +142,3 @@ def transform_arguments(config: PolicyLossConfig) -> dict[str, float | bool]:
         "outer": 0.0 if cap is None else cap / config.temperature,
         "SOFTCAP": cap is not None,
     }
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -6,28 +6,26 @@ the token's loss. So the gradient needs no second launch, and the logits no seco
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import LossRows
 from ..config import PolicyLossConfig
 from ..objective import TokenInputs, TokenTerms
 from .launch import (
     AMD,
+    alias_rows,
     check_column,
-    check_rows,
-    is_alias,
-    launch_options,
-    on_device,
-    padded_width,
+    check_gradient_dtype,
+    launch,
+    logits_arguments,
     row_tile,
     transform_arguments,
 )
-from .row_math import load_target, row_statistics, to_z, write_gradient
-from .token_math import kl_term, policy_term, ratio_of
+from .row_math import load_target, row_scores, row_sums, write_gradient
+from .token_math import token_loss
 
 
 @triton.jit(do_not_specialize=["num_rows", "vocab"])
@@ -63,7 +61,7 @@ def _loss_rows_kernel(
     KL_RATIO: tl.constexpr,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ALIASED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     AMD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,53 +71,37 @@ def _loss_rows_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = rows < num_rows
     base = logits_ptr + rows * pitch
-    target, target_logit = load_target(base, targets_ptr, rows, live, vocab)
-    target_z = to_z(target_logit, factor, inner, outer, SOFTCAP)
-    logprob, entropy, maximum, rest, target_exp = row_statistics(
-        base, target, target_z, live, vocab, width, factor, inner, outer, SOFTCAP, ROWS, BLOCK
+    target, target_logit, target_z = load_target(
+        base, targets_ptr, rows, live, 0, vocab, 0, vocab, factor, inner, outer, SOFTCAP
     )
-
-    advantage = tl.load(advantages_ptr + rows, mask=live, other=0.0)
-    old_logprob = logprob
-    if old_logprobs_ptr is not None:
-        old_logprob = tl.load(old_logprobs_ptr + rows, mask=live, other=0.0)
-    log_ratio, ratio, ratio_slope = ratio_of(logprob, old_logprob)
-    loss, logprob_grad = policy_term(
+    maximum, rest, target_exp, moment = row_sums(
+        base, target, target_z, live, 0, width, vocab, width, factor, inner, outer, SOFTCAP, ROWS, BLOCK
+    )
+    logprob, entropy = row_scores(target_z, maximum, rest, target_exp, moment)
+    loss, logprob_grad, entropy_grad, log_ratio, ratio, kl = token_loss(
         logprob,
-        ratio,
-        ratio_slope,
-        advantage,
-        tl.cast(low, tl.float32),
-        tl.cast(high, tl.float32),
-        tl.cast(dual_clip, tl.float32),
-        tl.cast(tau_positive, tl.float32),
-        tl.cast(tau_negative, tl.float32),
+        entropy,
+        rows,
+        live,
+        advantages_ptr,
+        old_logprobs_ptr,
+        ref_logprobs_ptr,
+        token_weights_ptr,
+        entropy_weights_ptr,
+        low,
+        high,
+        dual_clip,
+        tau_positive,
+        tau_negative,
+        kl_coef,
+        entropy_coef,
         OBJECTIVE,
         DUAL_CLIP,
+        KL_ESTIMATOR,
+        KL_RATIO,
+        ENTROPY,
+        ROWS,
     )
-    if token_weights_ptr is not None:
-        token_weight = tl.load(token_weights_ptr + rows, mask=live, other=0.0)
-        loss *= token_weight
-        logprob_grad *= token_weight
-
-    kl = tl.zeros((ROWS,), tl.float32)
-    if ref_logprobs_ptr is not None:
-        kl, kl_grad = kl_term(logprob, tl.load(ref_logprobs_ptr + rows, mask=live, other=0.0), KL_ESTIMATOR)
-        kl_loss = kl
-        if KL_RATIO:
-            kl_loss = kl * ratio
-            kl_grad = kl_grad * ratio + kl * ratio_slope
-        weight = tl.cast(kl_coef, tl.float32)
-        loss += tl.where(weight != 0, weight * kl_loss, 0.0)
-        logprob_grad += tl.where(weight != 0, weight * kl_grad, 0.0)
-
-    entropy_grad = tl.zeros((ROWS,), tl.float32)
-    if ENTROPY:
-        entropy_grad -= tl.cast(entropy_coef, tl.float32)
-        if entropy_weights_ptr is not None:
-            entropy_grad *= tl.load(entropy_weights_ptr + rows, mask=live, other=0.0)
-        loss += entropy_grad * entropy
-
     results = results_ptr + rows
     step = tl.cast(num_rows, tl.int64)
     tl.store(results, logprob, mask=live)
@@ -146,6 +128,8 @@ def _loss_rows_kernel(
             rest + target_exp,
             logprob_grad,
             entropy_grad,
+            0,
+            width,
             vocab,
             width,
             factor,
@@ -153,42 +137,33 @@ def _loss_rows_kernel(
             outer,
             ENTROPY,
             SOFTCAP,
-            ALIASED,
+            OVERLAPS,
             AMD,
             ROWS,
             BLOCK,
         )
 
 
-class LossRows(NamedTuple):
-    """Of each row; every field `[n]` fp32, those of `terms` too."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    terms: TokenTerms
-
-
 def loss_rows(
-    logits: Tensor,  # [n, V] fp32, rows as by launch.empty_rows
+    logits: Tensor,  # [n, V] fp32, rows as by row_layout.empty_rows
     targets: Tensor,  # [n] int64
     inputs: TokenInputs,  # [n] fp32 each
     config: PolicyLossConfig,
-    dlogits: Tensor | None = None,  # [n, V] fp32, bf16 or fp16
     row_weights: Tensor | None = None,  # [n] fp32
+    dtype: torch.dtype | None = torch.float32,
 ) -> LossRows:
-    """The objective of every token and, with `dlogits`, its gradient by the raw logits times `row_weights`.
+    """The objective of every token and its gradient by the raw logits times `row_weights`: `dlogits` of
+    `dtype` (fp32, bf16, fp16) over the logits. dtype None: score only, and the logits stay as they are.
 
-    Same equations as `row_ops` and `objective`. dlogits: `launch.alias_rows(logits, dtype)` to write over the
-    logits, or rows of their own, or None to score only (then logits are left as they are). The columns of
-    padding after V, up to a multiple of 64, are written too: with 0. Targets outside `[0, V)` give NaN.
+    Same equations as `row_ops` and `objective`. The columns of padding after V, up to a multiple of 64, are
+    written too: with 0. Targets outside `[0, V)` give NaN.
     """
-    arguments, grid = launch_arguments(logits, targets, inputs, config, dlogits, row_weights)
-    if logits.shape[0]:
-        with on_device(logits):
-            _loss_rows_kernel[grid](**arguments)
+    arguments, grid = launch_arguments(logits, targets, inputs, config, row_weights, dtype)
+    launch(_loss_rows_kernel, grid, arguments)
     results = arguments["results_ptr"]
     kl = None if inputs.ref_logprobs is None else results[5]
-    return LossRows(results[0], results[1], TokenTerms(results[2], results[3], results[4], kl))
+    terms = TokenTerms(results[2], results[3], results[4], kl)
+    return LossRows(results[0], results[1], terms, arguments["dlogits_ptr"])
 
 
 def launch_arguments(
@@ -196,35 +171,41 @@ def launch_arguments(
     targets: Tensor,
     inputs: TokenInputs,
     config: PolicyLossConfig,
-    dlogits: Tensor | None = None,
-    row_weights: Tensor | None = None,
+    row_weights: Tensor | None,
+    dtype: torch.dtype | None,
     amd: bool = AMD,
 ) -> tuple[dict, tuple[int]]:
     """Checks, the outputs' allocation, and what `loss_rows` launches with: (arguments, grid)."""
-    check_rows("logits", logits, (torch.float32,))
-    aliased = dlogits is not None and is_alias(logits, dlogits)
+    if config.ratio_level != "token":
+        raise ValueError(f"config.ratio_level must be 'token' for one pass, got {config.ratio_level!r}")
+    if dtype is not None:
+        check_gradient_dtype(dtype)
+    arguments = logits_arguments(logits, targets)
     rows, vocab = logits.shape
     tile = row_tile(vocab, amd)
+    columns = inputs._asdict() | {"row_weights": row_weights}
+    columns.pop("sequence_ids")  # of the reduction's weights, which are made outside
+    dlogits = None if dtype is None else alias_rows(logits, dtype)
+    arguments |= {f"{name}_ptr": check_column(name, value, logits) for name, value in columns.items()}
+    arguments |= {
+        "dlogits_ptr": dlogits,
+        "results_ptr": torch.empty((6, rows), dtype=torch.float32, device=logits.device),
+        "dlogits_pitch": 0 if dlogits is None else dlogits.stride(0),
+        "OVERLAPS": dtype is not None and dtype.itemsize < logits.element_size(),
+        "AMD": amd,
+        **tile.arguments(),
+        **transform_arguments(config),
+        **_objective_arguments(config),
+    }
+    return arguments, (triton.cdiv(rows, tile.rows),)
+
+
+def _objective_arguments(config: PolicyLossConfig) -> dict[str, float | bool | str]:
+    """The arguments of `token_math.token_loss`."""
     bounds = (1 - config.epsilon_low, 1 + config.epsilon_high)
     if config.objective == "cispo":
         bounds = config.cispo_bounds or (0.0, bounds[1])
-    if config.ratio_level != "token":
-        raise ValueError(f"config.ratio_level must be 'token' for one pass, got {config.ratio_level!r}")
-    per_token = inputs._asdict()
-    per_token.pop("sequence_ids")  # of the reduction's weights and of sequence ratios, which are made outside
-    columns = {name: check_column(name, value, logits) for name, value in per_token.items()}
-    arguments = {
-        "logits_ptr": logits,
-        "dlogits_ptr": dlogits,
-        "results_ptr": torch.empty((6, rows), dtype=torch.float32, device=logits.device),
-        "targets_ptr": check_column("targets", targets, logits, torch.int64),
-        **{f"{name}_ptr": value for name, value in columns.items()},
-        "row_weights_ptr": check_column("row_weights", row_weights, logits),
-        "num_rows": rows,
-        "vocab": vocab,
-        "width": padded_width(vocab),
-        "pitch": logits.stride(0),
-        "dlogits_pitch": 0 if dlogits is None else dlogits.stride(0),
+    return {
         "low": float(bounds[0]),
         "high": float(bounds[1]),
         "dual_clip": float(config.dual_clip or 0),
@@ -237,11 +218,4 @@ def launch_arguments(
         "KL_ESTIMATOR": config.kl_estimator,
         "KL_RATIO": config.kl_ratio_correction,
         "ENTROPY": config.needs_entropy_gradient,
-        "ALIASED": aliased,
-        "AMD": amd,
-        "ROWS": tile.rows,
-        "BLOCK": tile.block,
-        **launch_options(tile),
-        **transform_arguments(config),
     }
-    return arguments, (triton.cdiv(rows, tile.rows),)

@@ -39,29 +39,42 @@ def softcap_slope(x, inner):
 
 
 @triton.jit
-def load_target(base, targets_ptr, rows, live, vocab):
-    """Target ids [ROWS] and their raw logits [ROWS]: NaN for an id outside the vocabulary, never a fault."""
-    target = tl.load(targets_ptr + rows, mask=live, other=0)
-    inside = live & (target >= 0) & (target < vocab)
-    logit = tl.load(base + target, mask=inside, other=float("nan"))
-    return target.to(tl.int32), logit
-
-
-@triton.jit
-def log_sum(target_exp, rest):
-    """log(target_exp + rest); as log1p(rest) where the target is the maximum: exact near 0."""
-    u = 1.0 + rest
-    # log(u) / (u - 1) * rest undoes the rounding of 1 + rest.
-    log1p = tl.where(u == 1.0, rest, tl.log(u) * (rest / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(target_exp == 1.0, log1p, tl.log(target_exp + rest))
-
-
-@triton.jit
-def row_statistics(
+def load_target(
     base,  # [ROWS] pointers to the rows
-    target,  # [ROWS] int32
+    targets_ptr,
+    rows,
+    live,
+    first,  # columns [first, last) are looked at
+    last,
+    shard_first,  # id of column 0
+    vocab_size,  # ids of all shards
+    factor,
+    inner,
+    outer,
+    SOFTCAP: tl.constexpr,
+):
+    """Each row's target column (-1 if it is not looked at), raw logit and z, [ROWS] each.
+
+    z is -inf for a target in other columns or another shard, NaN for an id outside the vocabulary: never a
+    fault, never a number.
+    """
+    token = tl.load(targets_ptr + rows, mask=live, other=0)
+    column = token - shard_first
+    mine = live & (column >= first) & (column < last)
+    logit = tl.load(base + column, mask=mine, other=0.0)
+    elsewhere = tl.where((token >= 0) & (token < vocab_size), float("-inf"), float("nan"))
+    z = tl.where(mine, to_z(logit, factor, inner, outer, SOFTCAP), elsewhere)
+    return tl.where(mine, column, -1).to(tl.int32), logit, z
+
+
+@triton.jit
+def row_sums(
+    base,  # [ROWS] pointers to the rows
+    target,  # [ROWS] int32 column, or -1
     target_z,  # [ROWS]
     live,  # [ROWS] bool
+    first,  # columns [first, end) are swept
+    end,
     vocab,
     width,
     factor,
@@ -71,8 +84,8 @@ def row_statistics(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """First sweep. Returns, [ROWS] each: log-prob, entropy, max z, sum of exp(z - max) without the target
-    (`rest`), and the target's share of it.
+    """First sweep. Returns, [ROWS] each: max z, sum of exp(z - max) without the target (`rest`), the target's
+    share of it, and sum of exp(z - max) (z - max).
 
     Each thread keeps running statistics of its own columns, four at a time; they meet once, at the end.
     """
@@ -80,7 +93,7 @@ def row_statistics(
     peak = tl.full((ROWS, BLOCK // 4), LOWEST, tl.float32)
     total = tl.zeros((ROWS, BLOCK // 4), tl.float32)  # sum of e = exp(z - peak)
     moment = tl.zeros((ROWS, BLOCK // 4), tl.float32)  # sum of e * (z - peak)
-    for start in range(0, width, BLOCK):
+    for start in range(first, end, BLOCK):
         column = start + lane
         mask = column < width
         if ROWS > 1:
@@ -104,17 +117,25 @@ def row_statistics(
     rest = tl.sum(total * rescale, 1)
     target_shift = tl.maximum(target_z - maximum, FLOOR)
     target_exp = tl.exp(target_shift)
-    log_total = log_sum(target_exp, rest)
     row_moment = tl.sum(moment * rescale + total * (change * rescale), 1) + target_exp * target_shift
-    entropy = log_total - row_moment / (rest + target_exp)
-    return target_z - maximum - log_total, entropy, maximum, rest, target_exp
+    return maximum, rest, target_exp, row_moment
+
+
+@triton.jit
+def row_scores(target_z, maximum, rest, target_exp, moment):
+    """Log-prob and entropy, [ROWS] each, of whole rows; log1p keeps log-probs near 0 exact."""
+    u = 1.0 + rest
+    # log(u) / (u - 1) * rest undoes the rounding of 1 + rest.
+    log1p = tl.where(u == 1.0, rest, tl.log(u) * (rest / tl.where(u == 1.0, 1.0, u - 1.0)))
+    log_total = tl.where(target_exp == 1.0, log1p, tl.log(target_exp + rest))
+    return target_z - maximum - log_total, log_total - moment / (rest + target_exp)
 
 
 @triton.jit
 def write_gradient(
     base,  # [ROWS] pointers to the rows of logits
     out,  # [ROWS] pointers to the rows of dlogits
-    target,  # [ROWS] int32
+    target,  # [ROWS] int32 column, or -1
     target_logit,  # [ROWS] raw
     live,  # [ROWS] bool
     logprob,  # [ROWS], and so on down to the incoming gradients
@@ -124,6 +145,8 @@ def write_gradient(
     total,
     logprob_grad,
     entropy_grad,
+    first,  # columns [first, end) are swept
+    end,
     vocab,
     width,
     factor,
@@ -131,7 +154,7 @@ def write_gradient(
     outer,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ALIASED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     AMD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -154,13 +177,13 @@ def write_gradient(
         at_target *= softcap_slope(target_logit, inner)
 
     lane = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    for start in range(0, width, BLOCK):
+    for start in range(first, end, BLOCK):
         column = start + lane
         mask = column < width
         if ROWS > 1:
             mask = mask & live[:, None]
         x = tl.load(base[:, None] + column, mask=mask, other=0.0)  # [ROWS, BLOCK]
-        if ALIASED:
+        if OVERLAPS:
             # Block k of a 16-bit output lies over the floats of block k // 2: a warp that is ahead must not
             # store there before every warp has loaded its block.
             if AMD:

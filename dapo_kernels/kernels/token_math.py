@@ -73,3 +73,72 @@ def kl_term(logprob, ref_logprob, KL_ESTIMATOR: tl.constexpr):
         kl = -q
         slope = 1.0 + 0.0 * q
     return kl, tl.where(tl.abs(difference) <= LIMIT, slope, 0.0)
+
+
+@triton.jit
+def token_loss(
+    logprob,
+    entropy,
+    rows,
+    live,
+    advantages_ptr,  # [n] fp32, and so on
+    old_logprobs_ptr,  # None: on policy
+    ref_logprobs_ptr,  # or None
+    token_weights_ptr,  # or None
+    entropy_weights_ptr,  # or None
+    low,
+    high,
+    dual_clip,
+    tau_positive,
+    tau_negative,
+    kl_coef,
+    entropy_coef,
+    OBJECTIVE: tl.constexpr,
+    DUAL_CLIP: tl.constexpr,
+    KL_ESTIMATOR: tl.constexpr,
+    KL_RATIO: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The whole loss of a token, its derivatives by log-prob and entropy, and log r, r and the KL."""
+    advantage = tl.load(advantages_ptr + rows, mask=live, other=0.0)
+    old_logprob = logprob
+    if old_logprobs_ptr is not None:
+        old_logprob = tl.load(old_logprobs_ptr + rows, mask=live, other=0.0)
+    log_ratio, ratio, ratio_slope = ratio_of(logprob, old_logprob)
+    loss, logprob_grad = policy_term(
+        logprob,
+        ratio,
+        ratio_slope,
+        advantage,
+        tl.cast(low, tl.float32),
+        tl.cast(high, tl.float32),
+        tl.cast(dual_clip, tl.float32),
+        tl.cast(tau_positive, tl.float32),
+        tl.cast(tau_negative, tl.float32),
+        OBJECTIVE,
+        DUAL_CLIP,
+    )
+    if token_weights_ptr is not None:
+        token_weight = tl.load(token_weights_ptr + rows, mask=live, other=0.0)
+        loss *= token_weight
+        logprob_grad *= token_weight
+
+    kl = tl.zeros((ROWS,), tl.float32)
+    if ref_logprobs_ptr is not None:
+        kl, kl_grad = kl_term(logprob, tl.load(ref_logprobs_ptr + rows, mask=live, other=0.0), KL_ESTIMATOR)
+        kl_loss = kl
+        if KL_RATIO:
+            kl_loss = kl * ratio
+            kl_grad = kl_grad * ratio + kl * ratio_slope
+        weight = tl.cast(kl_coef, tl.float32)
+        loss += tl.where(weight != 0, weight * kl_loss, 0.0)
+        logprob_grad += tl.where(weight != 0, weight * kl_grad, 0.0)
+
+    entropy_grad = tl.zeros((ROWS,), tl.float32)
+    if ENTROPY:
+        entropy_grad -= tl.cast(entropy_coef, tl.float32)
+        if entropy_weights_ptr is not None:
+            entropy_grad *= tl.load(entropy_weights_ptr + rows, mask=live, other=0.0)
+        loss += entropy_grad * entropy
+    return loss, logprob_grad, entropy_grad, log_ratio, ratio, kl
