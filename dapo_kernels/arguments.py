@@ -26,7 +26,7 @@ class TokenBatch(NamedTuple):
 
 
 def flatten_tokens(
-    shape: torch.Size,
+    tokens: Tensor,
     dtype: torch.dtype,
     config: PolicyLossConfig,
     *,
@@ -39,7 +39,9 @@ def flatten_tokens(
     denominator: Tensor | float | None,
     sequence_ids: Tensor | None,
 ) -> TokenBatch:
-    """Checks every per-token argument against `shape` and flattens it; floats become `dtype`."""
+    """Checks every per-token argument against `tokens` (the targets or log-probs `[...]`) and flattens it;
+    floats become `dtype`."""
+    shape = tokens.shape
     check_config(config)
     if config.kl_coef != 0 and ref_logprobs is None:
         raise ValueError(f"ref_logprobs is required when config.kl_coef is not 0 (it is {config.kl_coef})")
@@ -48,17 +50,19 @@ def flatten_tokens(
     def per_token(name: str, value: Tensor | None, also: tuple[str, ...] = ()) -> Tensor | None:
         if value is None:
             return None
-        expanded = _expand(name, value, shape, also)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            value = value.to(tokens.device)
+        expanded = _expand(name, value, tokens, also)
         return expanded.detach().to(dtype).reshape(-1)
 
-    mask = _expand("mask", mask, shape, ()).detach().reshape(-1)
+    mask = _expand("mask", mask, tokens, ()).detach().reshape(-1)
     inputs = TokenInputs(
         advantages=per_token("advantages", advantages, ("[B]", "[B, 1]")),
         old_logprobs=per_token("old_logprobs", old_logprobs),
         ref_logprobs=per_token("ref_logprobs", ref_logprobs),
         token_weights=per_token("token_weights", token_weights, ("[B, 1]",)),
         entropy_weights=per_token("entropy_weights", entropy_weights, ("0-d",)),
-        sequence_ids=_sequence_ids(sequence_ids, shape, config, mask.device),
+        sequence_ids=_sequence_ids(sequence_ids, tokens, config),
     )
     return TokenBatch(shape, mask if mask.dtype == torch.bool else mask != 0, inputs)
 
@@ -73,8 +77,15 @@ def _check_tensor(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
-def _expand(name: str, value: Tensor, shape: torch.Size, also: tuple[str, ...]) -> Tensor:
+def _check_device(name: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like the other arguments, got {value.device}")
+
+
+def _expand(name: str, value: Tensor, tokens: Tensor, also: tuple[str, ...]) -> Tensor:
     _check_tensor(name, value)
+    _check_device(name, value, tokens.device)
+    shape = tokens.shape
     if value.shape == shape:
         return value
     if "0-d" in also and value.dim() == 0:
@@ -101,23 +112,22 @@ def _check_denominator(denominator: Tensor | float | None, config: PolicyLossCon
         raise ValueError(f"denominator must be over 0, got {denominator}")
 
 
-def _sequence_ids(
-    sequence_ids: Tensor | None, shape: torch.Size, config: PolicyLossConfig, device: torch.device
-) -> Tensor | None:
+def _sequence_ids(sequence_ids: Tensor | None, tokens: Tensor, config: PolicyLossConfig) -> Tensor | None:
+    shape = tokens.shape
     if not config.needs_sequences:
         return None
     if sequence_ids is not None:
         _check_tensor("sequence_ids", sequence_ids)
         if sequence_ids.dtype != torch.int64:
             raise TypeError(f"sequence_ids must be int64, got {sequence_ids.dtype}")
-        return _expand("sequence_ids", sequence_ids, shape, ()).reshape(-1)
+        return _expand("sequence_ids", sequence_ids, tokens, ()).reshape(-1)
     if len(shape) < 2:
         raise ValueError(
             f"sequence_ids is required for a packed batch {list(shape)} when config.reduction is "
             f"{config.reduction!r} and config.ratio_level {config.ratio_level!r}"
         )
     rows = shape[:-1].numel()
-    return torch.arange(rows, device=device).repeat_interleave(shape[-1])
+    return torch.arange(rows, device=tokens.device).repeat_interleave(shape[-1])
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
@@ -126,6 +136,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         if name == "bias" and value is None:
             continue
         _check_tensor(name, value)
+        _check_device(name, value, hidden.device)
         if name != "targets" and not value.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if targets.dtype != torch.int64:
@@ -155,4 +166,4 @@ def flatten_mask(mask: Tensor | None, targets: Tensor) -> Tensor:
     """`[N]` bool; all true for None."""
     if mask is None:
         return torch.ones(targets.numel(), dtype=torch.bool, device=targets.device)
-    return _expand("mask", mask, targets.shape, ()).detach().reshape(-1) != 0
+    return _expand("mask", mask, targets, ()).detach().reshape(-1) != 0

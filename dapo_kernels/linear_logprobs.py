@@ -19,7 +19,7 @@ from .config import PolicyLossConfig
 from .data_parallel import gather
 from .gemm import exact_precision
 from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
-from .selection import order_tokens
+from .selection import keep_where, order_tokens
 from .vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -142,4 +142,4 @@ def _rows_with_gradient(index: Tensor, *gradients: Tensor | None) -> Tensor:
     for gradient in gradients:
         if gradient is not None:
             wanted |= gradient[index] != 0
-    return index[wanted]
+    return keep_where(index, wanted)

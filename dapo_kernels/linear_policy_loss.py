@@ -91,7 +91,7 @@ def fused_linear_policy_loss(
     weight, bias = gather(weight), gather(bias)
     dtype = accumulation_dtype(hidden, weight)
     batch = flatten_tokens(
-        targets.shape,
+        targets,
         dtype,
         config,
         advantages=advantages,

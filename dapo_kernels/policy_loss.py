@@ -11,7 +11,7 @@ from .gemm import accumulation_dtype
 from .objective import TokenTerms, token_objective
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
-from .selection import may_carry_gradient, scatter_tokens
+from .selection import keep_where, may_carry_gradient, scatter_tokens
 
 
 def policy_loss(
@@ -52,7 +52,7 @@ def policy_loss(
         raise ValueError(f"entropy must have shape {list(logprobs.shape)}, got {list(entropy.shape)}")
     dtype = accumulation_dtype(logprobs)
     batch = flatten_tokens(
-        logprobs.shape,
+        logprobs,
         dtype,
         config,
         advantages=advantages,
@@ -68,7 +68,7 @@ def policy_loss(
     scored_mask = batch.mask
     if config.skip_zero_advantage:
         scored_mask = may_carry_gradient(batch.mask, batch.inputs, config)
-    index = scored_mask.nonzero().squeeze(1)
+    index = keep_where(torch.arange(scored_mask.numel(), device=scored_mask.device), scored_mask)
     inputs = batch.inputs.select(index)
     scored = logprobs.reshape(-1).to(dtype)[index]
     scored_entropy = None if entropy is None else entropy.reshape(-1).to(dtype)[index]

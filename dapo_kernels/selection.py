@@ -80,8 +80,13 @@ def order_tokens(
     return Selection(order[:num_scored], num_active)
 
 
-def read_back(values: Tensor) -> list[int] | float:
-    """The only place where a loss call waits for the device."""
+def keep_where(index: Tensor, wanted: Tensor) -> Tensor:
+    """The entries of `index` `[n]` where `wanted` `[n]` is true, in their order; reads back how many."""
+    return index[(~wanted).to(torch.uint8).sort(stable=True).indices[: read_back(wanted.sum())]]
+
+
+def read_back(values: Tensor) -> list[int] | int | float:
+    """The only place where a call waits for the device."""
     return values.tolist()
 
 

@@ -197,7 +197,7 @@ def check(case: LossCase, result: Result | None = None, scale=1.0, slack=1.0, **
         if not want.numel():
             continue
         gradient = name.startswith("grad.")
-        size = max(want.abs().max().item(), 0.05 * scale if gradient or name == "loss" else 1.0)
+        size = max(want.abs().max().item(), 0.05 * abs(scale) if gradient or name == "loss" else 1.0)
         if name == "loss":  # what it is a mean of may cancel
             size = max(size, truth["token_loss"].abs().mean().item())
         if name.startswith("sums."):

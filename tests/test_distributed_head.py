@@ -96,7 +96,7 @@ def _wrong_targets_are_refused_on_every_rank(case, group, rank: int) -> None:
         run(fused_linear_policy_loss, case, vocab_group=group)
 
 
-def test_sharded_head_gives_what_the_whole_head_gives(tmp_path):
+def test_k20_sharded_head_gives_what_the_whole_head_gives(tmp_path):
     mp.spawn(worker, (str(tmp_path / "store"),), nprocs=WORLD)
 
 

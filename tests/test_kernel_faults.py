@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 129, 1023, 32003])
+@pytest.mark.parametrize("vocab", [1, 2, 129, 1023, 32003, 129920, 151643])
 def test_k1_vocabulary_of_any_size(vocab, dtype):
     case = make_case((11,), 8, vocab, dtype, entropy_coef=0.1)
     result = fast(case, chunk_tokens=4)
@@ -172,6 +173,11 @@ def test_k12_target_outside_the_vocabulary(target):
 def test_k13_long_sequence():
     case = make_case((1, 70_000), 2, 5, fp32, reduction="seq-mean-token-mean")
     check(case)
+    if find_spec("triton"):
+        from row_cases import rounding_interpreter
+
+        with rounding_interpreter():
+            check(case, fast(case, backend="triton"))
 
 
 def test_k15_no_advantage_anywhere():

@@ -46,7 +46,7 @@ def gradients(loss, tensors):
 
 @pytest.mark.parametrize("options", [{}, TRANSFORM], ids=["plain", "transform"])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, None])
-def test_own_loss_has_the_gradient_of_full_logits(options, chunk_tokens):
+def test_k6_own_loss_has_the_gradient_of_full_logits(options, chunk_tokens):
     (hidden, weight, bias), (targets, mask) = leaves(), targets_and_mask()
     output = fused_linear_logprobs(
         hidden, weight, targets, mask=mask, bias=bias, chunk_tokens=chunk_tokens, **options

@@ -18,10 +18,18 @@ from loss_cases import (
     run,
 )
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from bench.measure import gemm_flops
-from dapo_kernels import FusedLinearPolicyLoss, fused_linear_policy_loss, reference
+from dapo_kernels import (
+    FusedLinearPolicyLoss,
+    fused_linear_logprobs,
+    fused_linear_policy_loss,
+    reference,
+    selection,
+)
 
 fp64, fp32, bf16, fp16 = BOUNDS
 
@@ -140,11 +148,12 @@ def test_autocast_and_matmul_precision_change_nothing(dtype):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_inside_torch_compile():
-    """Correct, and a new N recompiles nothing once N is known to change."""
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_inside_torch_compile(dynamic):
+    """Correct with one graph break, and a new N recompiles nothing once N is known to change."""
     counter = CompileCounter()
 
-    @torch.compile(backend=counter)
+    @torch.compile(backend=counter, dynamic=dynamic)
     def step(hidden, **arguments):
         return fused_linear_policy_loss(hidden * 2, **arguments).loss * 3
 
@@ -157,7 +166,49 @@ def test_inside_torch_compile():
         want = fast(replace(case, hidden=case.hidden * 2), scale=3.0)
         torch.testing.assert_close(leaf.grad, 2 * want.grads["hidden"])
         frames.append(counter.frame_count)
-    assert frames[0] > 0 and frames[1] == frames[-1]
+    assert frames[0] == 2, "one graph before the loss, one after it"
+    assert frames[1 - bool(dynamic)] == frames[-1]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what would wait for a device, `read_back` apart (`tolist` is not dispatched on CPU)."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_host_read_a_call(option, monkeypatch):
+    reads = []
+    monkeypatch.setattr(selection, "read_back", lambda values: reads.append(1) or values.tolist())
+    case = make_case(**OPTIONS[option])
+    leaves = {name: getattr(case, name).requires_grad_() for name in HEAD}
+    with NoHostReads():
+        output = fused_linear_policy_loss(**{**case.arguments(), **leaves}, chunk_tokens=3)
+        assert len(reads) == 1
+        scored = fused_linear_logprobs(
+            leaves["hidden"], leaves["weight"], case.targets.clamp(0), chunk_tokens=3
+        )
+        assert len(reads) == 2
+        scored.logprobs.sum().backward()
+    assert len(reads) == 3
+    output.loss.backward()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fake_tensors_run_through(option):
+    """What memory estimates run on: shapes alone, with the selection given."""
+    case = make_case(dtype=bf16, **OPTIONS[option])
+    with FakeTensorMode() as mode:
+        arguments = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in case.arguments().items()
+        }
+        leaves = {name: arguments[name].requires_grad_() for name in HEAD}
+        index = torch.arange(20)
+        fused_linear_policy_loss(**{**arguments, **leaves}, selection=index).loss.backward()
+        assert all(leaf.grad.shape == leaf.shape and leaf.grad.dtype == bf16 for leaf in leaves.values())
 
 
 def test_inside_activation_checkpointing_and_as_a_module():

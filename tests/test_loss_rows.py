@@ -169,7 +169,7 @@ def test_part_of_a_buffer(vocab):
     assert (buffer == 7).all()
 
 
-def test_rows_beyond_32_bit_offsets(tmp_path):
+def test_k14_rows_beyond_32_bit_offsets(tmp_path):
     """K14, on a sparse file: the third row starts at element 2**31."""
     case = row_case(3, 5000)
     pitch = 2**30

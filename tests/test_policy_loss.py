@@ -243,6 +243,8 @@ BAD_HEAD = [
     ({"selection": X(3)}, r"selection must be \[n\] int64, got \[3\] torch.float32"),
     ({"selection": I}, r"selection must be \[n\] int64, got \[5, 6\]"),
     ({"selection": [1]}, "selection must be a tensor, got list"),
+    ({"weight": X(53, 16).to("meta")}, "weight must be on cpu like the other arguments, got meta"),
+    ({"mask": X(5, 7).to("meta")}, "mask must be on cpu like the other arguments, got meta"),
     ({"backend": "cuda"}, "backend must be one of .*'triton'.*, got 'cuda'"),
     ({"chunk_tokens": 0}, "chunk_tokens must be .* at least 1, got 0"),
     ({"chunk_tokens": 2.5}, "chunk_tokens must be .*, got 2.5"),

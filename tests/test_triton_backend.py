@@ -92,6 +92,21 @@ def test_gemms_of_16_bit_numbers_on_long_rows(large_vocab, mixed_gemm):
     check(case, fast(case, backend="triton"), slack=3.0)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("hidden, weight", [(bf16, fp32), (fp32, bf16), (bf16, fp16)], ids=str)
+def test_k8_dtypes_that_differ_meet_in_fp32(hidden, weight, backend, mixed_gemm):
+    """The fixture refuses a 16-bit product of different dtypes, and of fp32."""
+    case = make_case((5, 7), 24, 131, fp32, entropy_coef=0.1)
+    case = replace(case, hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
+    result = fast(case, backend=backend, chunk_tokens=9)
+    assert result.grads["hidden"].dtype == hidden and result.grads["weight"].dtype == weight
+    truth = fast(case.to(fp64))
+    torch.testing.assert_close(result.output.logprobs.double(), truth.output.logprobs, rtol=0, atol=1e-5)
+    for name in HEAD:
+        error = (result.grads[name].double() - truth.grads[name]).abs().max()
+        assert error < 2**-7 * truth.grads[name].abs().max(), name
+
+
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean"])
 def test_fp16_gradients_do_not_flush_to_zero(reduction, mixed_gemm):
     """With 1 / denominator in the dlogits, most of their mass would be under fp16's smallest number."""
