@@ -95,13 +95,36 @@ def table_row(variant: Variant, code: MachineCode) -> str:
 
 HEADING = f"""# What the row kernels compile to
 
+SUMMARY
+
 Written by `python -m bench.compile_report` without a GPU (Triton {triton.__version__}). Loads and stores:
-width in bits of every access to global memory in the sweeps. Spills: bytes of stack (NVIDIA), registers and
-bytes (AMD). Barrier: one stands in a sweep, as it must where 16-bit dlogits go over the fp32 logits.
-"""
+width in bits of every access to global memory in the sweeps. Spills: bytes of stack, on AMD spilled registers too.
+Barrier: one stands in a sweep, as it must where 16-bit dlogits go over the fp32 logits; a cut row's go to memory of
+their own. Each program has 512 threads. A dash: none.
+
+Names: *loss* is the one-pass kernel, followed by the dtype of dlogits; *score only* writes none; *every term* has KL,
+bonus, dual clip, softcap and all optional arguments; *logprob* and *logprob backward* serve losses of the caller's own;
+*8 rows, cut*: so few rows that each is shared by several programs. V 152064 is Qwen2.5-7B to 72B, 151936 Qwen2.5-0.5B,
+128256 Llama-3, 256000 Gemma-2; 151643, 1023 and 2 are there because nothing divides them. sm_80 is A100, sm_90 H100 and
+H200, sm_100 B200, gfx942 MI300.
+"""  # noqa: E501
 COLUMNS = (
     "| kernel | V | registers | spills | shared, bytes | loads | stores | barrier |\n" + "|---" * 8 + "|"
 )
+
+
+def lines_of_table(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("| lo")]
+
+
+def summary(count: int, wrong: list[str]) -> str:
+    rule = (
+        "no register is spilled, every access in a sweep is 16 bytes wide, shared memory is at most\n"
+        "48 KiB, and where 16-bit dlogits go over the logits a barrier stands between load and store"
+    )
+    if not wrong:
+        return f"All {count} pass: {rule}."
+    return f"{len(wrong)} of {count} fail ({rule}):\n\n" + "\n".join(f"- {fault}" for fault in wrong)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
             for fault in faults(variant, code, TARGETS[name]):
                 wrong.append(f"{name}: {variant.name}, V {variant.vocab}: {fault}")
         lines.append("")
+    lines[0] = HEADING.replace("SUMMARY", summary(len(lines_of_table(lines)), wrong))
     options.out.write_text("\n".join(lines), encoding="utf-8")
     print("\n".join([f"wrote {options.out}", *wrong]))
     return 1 if wrong else 0

@@ -1,102 +1,124 @@
-"""The policy loss as ours and as peers compute it, each behind the same two calls.
-
-A peer is used as its own trainer uses it. Where it is not installed, `missing` says what to install.
-"""
+"""The policy loss as ours and as peers compute it, each behind the same two calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from dapo_kernels import PolicyLossConfig, fused_linear_policy_loss, policy_loss, reference
+from bench import peers
+from bench.workloads import Batch
+from dapo_kernels import PolicyLossConfig, fused_linear_policy_loss, reference
 
 CONFIG = PolicyLossConfig()
 
 
-@dataclass
-class Batch:
-    """What one call is given: sequences of equal length, one advantage each."""
-
-    hidden: Tensor  # [B, T, H]
-    weight: Tensor  # [V, H]
-    targets: Tensor  # [B, T]
-    advantages: Tensor  # [B]
-    mask: Tensor  # [B, T] bool
-    old_logprobs: Tensor  # [B, T] fp32
-
-
 @dataclass(frozen=True)
 class Implementation:
+    key: str
+    """What `--peers` and files call it."""
     name: str
     loss: Callable[[Batch], Tensor]
-    """The 0-d loss, with a graph to hidden and weight."""
+    """The 0-d policy loss, with a graph to hidden and weight."""
+    logprobs: Callable[[Batch], Tensor] | None = None
+    """`[B, T]` log-probs alone; None where the library does not give them."""
     package: str | None = None
+    """What to install for it."""
+    full_logits: bool = False
+    """Holds all logits at once."""
+    compiles: bool = False
+    """Compiles anew for every shape: run where a workload says so."""
+    exact_loss: bool = True
+    """False: not the policy loss, so its gradient is not compared."""
 
     @property
-    def missing(self) -> str | None:
-        """What to install, or None."""
-        if self.package is None or find_spec(self.package.split("==")[0].replace("-", "_")):
-            return None
-        return f"pip install {self.package}"
+    def ours(self) -> bool:
+        return self.package is None and not self.full_logits
 
 
-def ours(batch: Batch, config: PolicyLossConfig = CONFIG, backend: str = "auto") -> Tensor:
-    return fused_linear_policy_loss(**vars(batch), config=config, backend=backend).loss
+def fused(batch: Batch, backend: str = "auto", config: PolicyLossConfig = CONFIG) -> Tensor:
+    return fused_linear_policy_loss(**batch.arguments(), config=config, backend=backend).loss
 
 
-def plain_torch(batch: Batch) -> Tensor:
-    return reference.linear_policy_loss(**vars(batch), config=CONFIG).loss
+def fused_logprobs(batch: Batch, backend: str = "auto") -> Tensor:
+    with torch.no_grad():
+        return fused_linear_policy_loss(**batch.arguments(), config=CONFIG, backend=backend).logprobs
 
 
-def trl(batch: Batch) -> Tensor:
-    """TRL's chunked log-probs (tiles and outputs as its GRPO trainer asks for), then the loss on them. On CPU
-    it scores masked tokens too."""
-    from trl.kernels import ChunkedLogProbFunction
-
-    keep = batch.mask if batch.hidden.device.type in ("cuda", "xpu") else torch.ones_like(batch.mask)
-    outputs = ChunkedLogProbFunction.apply(
-        batch.hidden[keep], batch.weight, None, batch.targets[keep], 1.0, 32768, None, 1.0, ("entropy",)
-    )
-    logprobs, entropy = (
-        torch.zeros_like(batch.old_logprobs).masked_scatter(keep, values) for values in outputs[:2]
-    )
-    return policy_loss(
-        logprobs, batch.advantages, batch.mask, batch.old_logprobs, entropy=entropy.detach(), config=CONFIG
-    ).loss
+def plain(batch: Batch) -> Tensor:
+    return reference.linear_policy_loss(**batch.arguments(), config=CONFIG).loss
 
 
-def liger(batch: Batch, compiled: bool) -> Tensor:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-    loss = LigerFusedLinearGRPOLoss(
-        beta=0.0,
-        compiled=compiled,
-        use_ref_model=False,
-        epsilon_low=CONFIG.epsilon_low,
-        epsilon_high=CONFIG.epsilon_high,
-        loss_type="dapo",
-    )
-    return loss(
-        batch.hidden,
-        batch.weight,
-        batch.targets,
-        batch.mask.float(),
-        batch.advantages,
-        old_per_token_logps=batch.old_logprobs,
-    )[0]
+def plain_logprobs(batch: Batch) -> Tensor:
+    return reference.linear_policy_loss(**batch.arguments(), config=CONFIG).logprobs
 
 
-OURS = Implementation("dapo-kernels", ours)
-PLAIN = Implementation("plain torch, full logits", plain_torch)
-TRL = Implementation("TRL ChunkedLogProbFunction + loss", trl, "trl==1.16.0")
-LIGER = Implementation(
-    "Liger LigerFusedLinearGRPOLoss", partial(liger, compiled=False), "liger-kernel==0.8.5"
-)
-LIGER_COMPILED = Implementation(
-    "Liger LigerFusedLinearGRPOLoss, compiled", partial(liger, compiled=True), "liger-kernel==0.8.5"
-)
+LIGER, CCE, VERL = "liger-kernel==0.8.5", "cut-cross-entropy", "verl ray"
+ALL = [
+    Implementation(
+        "torch",
+        "dapo-kernels, torch",
+        partial(fused, backend="torch"),
+        partial(fused_logprobs, backend="torch"),
+    ),
+    Implementation(
+        "triton",
+        "dapo-kernels, Triton",
+        partial(fused, backend="triton"),
+        partial(fused_logprobs, backend="triton"),
+    ),
+    Implementation(
+        "skip",
+        "dapo-kernels, skip_zero_advantage",
+        partial(fused, config=replace(CONFIG, skip_zero_advantage=True)),
+    ),
+    Implementation("plain", "plain torch", plain, plain_logprobs, full_logits=True),
+    Implementation(
+        "compiled",
+        "plain torch, compiled",
+        peers.compiled_loss,
+        peers.compiled_logprobs,
+        full_logits=True,
+        compiles=True,
+    ),
+    Implementation("trl", "TRL ChunkedLogProbFunction", peers.trl_loss, peers.trl_logprobs, "trl==1.16.0"),
+    Implementation("liger", "Liger GRPO", partial(peers.liger_loss, compiled=False), package=LIGER),
+    Implementation(
+        "liger-compiled",
+        "Liger GRPO, compiled",
+        partial(peers.liger_loss, compiled=True),
+        package=LIGER,
+        compiles=True,
+    ),
+    Implementation(
+        "liger-triton", "Liger triton_grpo_loss", peers.liger_triton_loss, package=LIGER, full_logits=True
+    ),
+    *(
+        Implementation(
+            impl.replace("_", "-"),
+            f"cut-cross-entropy {impl}",
+            partial(peers.cce_loss, impl=impl),
+            partial(peers.cce_logprobs, impl=impl),
+            CCE,
+            compiles=impl == "torch_compile",
+        )
+        for impl in ("cce", "cce_kahan", "torch_compile")
+    ),
+    Implementation(
+        "verl-torch", "verl FusedLinearForPPO", peers.verl_torch_loss, peers.verl_torch_logprobs, VERL
+    ),
+    Implementation(
+        "verl-kernel", "verl linear_cross_entropy", peers.verl_kernel_loss, peers.verl_kernel_logprobs, VERL
+    ),
+    Implementation(
+        "quack",
+        "quack, mean cross-entropy only",
+        peers.quack_loss,
+        package="quack-kernels",
+        exact_loss=False,
+    ),
+]
+BY_KEY = {implementation.key: implementation for implementation in ALL}

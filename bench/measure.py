@@ -1,40 +1,23 @@
-"""How things are measured: interleaved medians, live memory, batches that look like a training step."""
+"""How things are measured: in turns, in time, memory, FLOPs and error."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.implementations import Batch
-from dapo_kernels import fused_linear_policy_loss
+from bench.implementations import CONFIG, Implementation
+from bench.workloads import Batch, Workload
+from dapo_kernels import reference
 
-
-def make_batch(
-    shape: tuple[int, int],
-    hidden_size: int,
-    vocab: int,
-    dtype: torch.dtype,
-    unmasked: float = 1.0,
-    seed: int = 0,
-) -> Batch:
-    """Old log-probs lie around the current ones, so that ratios are on both sides of the clip range.
-    `unmasked`: exactly this share of the tokens counts."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = shape[0] * shape[1]
-    hidden = torch.randn(*shape, hidden_size, generator=generator).to(dtype)
-    weight = (torch.randn(vocab, hidden_size, generator=generator) * hidden_size**-0.5).to(dtype)
-    targets = torch.randint(vocab, shape, generator=generator)
-    mask = (torch.randperm(tokens, generator=generator) < unmasked * tokens).view(shape)
-    advantages = torch.randn(shape[0], generator=generator)
-    with torch.no_grad():
-        logprobs = fused_linear_policy_loss(hidden, weight, targets, advantages, mask).logprobs
-    old = logprobs + 0.2 * torch.randn(shape, generator=generator)
-    return Batch(hidden.requires_grad_(), weight.requires_grad_(), targets, advantages, mask, old)
+FLUSH_BYTES = 256 * 2**20
+"""Written between two timings on a GPU, so that the second does not find its inputs in the L2 cache."""
 
 
 def forward_backward(loss: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
@@ -42,21 +25,57 @@ def forward_backward(loss: Callable[[Batch], torch.Tensor], batch: Batch) -> Non
     loss(batch).backward()
 
 
-def interleaved_medians(calls: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each call; they take turns, so that what else the machine does meets all alike."""
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()  # warm up
-    for _ in range(rounds):
-        for name, call in calls.items():
+def forward(logprobs: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
+    with torch.no_grad():
+        logprobs(batch)
+
+
+class Timer:
+    """Seconds of calls that take turns, so that whatever else the machine does meets all alike."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = None
+        if device.type == "cuda":
+            self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        if self.flush is None:
             start = time.perf_counter()
             call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            return time.perf_counter() - start
+        self.flush.fill_(1)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def rounds(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+        """Every call once to warm up, then `rounds` times in turn."""
+        for call in calls.values():
+            call()
+        seconds = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                seconds[name].append(self.seconds(call))
+        return seconds
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The highest sum of live allocations on CPU during one call, beyond what there was before."""
+def interleaved_medians(calls: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+    """Median seconds of each call on CPU."""
+    timer = Timer(torch.device("cpu"))
+    return {name: statistics.median(values) for name, values in timer.rounds(calls, rounds).items()}
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """The highest sum of live allocations during one call, beyond what there was before."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as trace:
         call()
     live = peak = 0
@@ -70,10 +89,62 @@ def peak_bytes(call: Callable[[], object]) -> int:
 def gemm_flops(call: Callable[[], object]) -> int:
     """FLOPs of all matrix products in a call."""
 
-    def addmm_flops(total, a, b, out_shape=None, **options):
+    def addmm_flops(total, a, b, *args, out_shape=None, **options):
         return 2 * a[0] * a[1] * b[1]
 
     mapping = {torch.ops.aten.addmm_: addmm_flops}  # not counted by default
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         call()
     return counter.get_total_flops()
+
+
+def bare_gemms(batch: Batch) -> None:
+    """The three products that a loss over this head cannot do without."""
+    hidden, weight = batch.hidden.detach().flatten(0, 1), batch.weight.detach()
+    logits = hidden @ weight.T
+    logits @ weight
+    logits.T @ hidden
+
+
+SMALL = Workload("small", tokens=64, hidden_size=512, vocab=2048, length=32, unmasked=0.7)
+"""On this every implementation is held against fp64 before it is timed."""
+
+
+@cache
+def errors(
+    implementation: Implementation, dtype: torch.dtype, device: torch.device
+) -> tuple[float | None, float | None]:
+    """Worst absolute error of a log-prob, and relative error of the weight's gradient, against fp64 on the
+    same inputs. None where there is nothing to compare."""
+    batch = replace(SMALL, dtype=dtype).make(device)
+    wide = batch.to(torch.float64)
+    truth = reference.linear_policy_loss(**wide.arguments(), config=CONFIG)
+    truth.loss.backward()
+    logprob_error = gradient_error = None
+    if implementation.logprobs is not None:
+        with torch.no_grad():
+            logprobs = implementation.logprobs(batch)
+        logprob_error = (logprobs.double() - truth.logprobs)[batch.mask].abs().max().item()
+    forward_backward(implementation.loss, batch)
+    if implementation.exact_loss:
+        error = batch.weight.grad.double() - wide.weight.grad
+        gradient_error = (error.norm() / wide.weight.grad.norm()).item()
+    return logprob_error, gradient_error
+
+
+def in_turns(batches: list[Batch], call: Callable[[Batch], None]) -> Callable[[], None]:
+    """A call on the next of the batches, so that no timing sees the inputs of the one before."""
+    state = {"next": 0}
+
+    def turn() -> None:
+        state["next"] = (state["next"] + 1) % len(batches)
+        call(batches[state["next"]])
+
+    return turn
+
+
+def phases(implementation: Implementation, batches: list[Batch]) -> dict[str, Callable[[], None]]:
+    calls = {"forward + backward": in_turns(batches, partial(forward_backward, implementation.loss))}
+    if implementation.logprobs is not None:
+        calls["forward"] = in_turns(batches, partial(forward, implementation.logprobs))
+    return calls

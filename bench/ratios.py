@@ -10,20 +10,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from bench.implementations import LIGER, LIGER_COMPILED, OURS, TRL, Batch
-from bench.measure import forward_backward, gemm_flops, interleaved_medians, make_batch, peak_bytes
+from bench.implementations import BY_KEY
+from bench.measure import bare_gemms, forward_backward, gemm_flops, interleaved_medians, peak_bytes
+from bench.workloads import Workload
 from dapo_kernels import fused_linear_policy_loss
 
-SHAPE, HIDDEN, VOCAB = (8, 128), 1024, 32768
-TOKENS = SHAPE[0] * SHAPE[1]
-U = 2 * TOKENS * HIDDEN * VOCAB
-LIMITS = {("TRL", "fp32"): 0.70, ("TRL", "bf16"): 0.90, ("Liger", "fp32"): 0.50, ("Liger", "bf16"): 0.50}
+ALL_TOKENS = Workload("", 1024, 1024, 32768, torch.float32, distribution="uniform")
+PART = replace(ALL_TOKENS, unmasked=0.4)
+HALF_ZERO = replace(ALL_TOKENS, zero_advantage=0.5)
+U = ALL_TOKENS.u
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEERS = {"trl": {"fp32": 0.70, "bf16": 0.90}, "liger": {"fp32": 0.50, "bf16": 0.50}}
+"""The largest ratio to each."""
+OURS = BY_KEY["torch"]
 
 
 class Row(NamedTuple):
@@ -38,29 +44,18 @@ class Row(NamedTuple):
 
 
 def flops() -> Iterator[Row]:
-    batch = make_batch(SHAPE, HIDDEN, VOCAB, torch.float32)
-    yield Row("GEMM FLOPs / u, all tokens", _flops(batch) / U, 3.0)
-    part = make_batch(SHAPE, HIDDEN, VOCAB, torch.float32, unmasked=0.4)
-    share = part.mask.float().mean().item()
-    yield Row("GEMM FLOPs / u for each unmasked token, 40 % unmasked", _flops(part) / U / share, 3.0)
-    batch.advantages[::2] = 0.0
-    yield Row("GEMM FLOPs / u, half of the tokens with A = 0", _flops(batch) / U, 2.0)
+    yield Row("GEMM FLOPs / u, all tokens", _flops(ALL_TOKENS) / U, 3.0)
+    share = _flops(PART) / U / PART.unmasked
+    yield Row("GEMM FLOPs / u for each unmasked token, 40 % unmasked", share, 3.0)
+    yield Row("GEMM FLOPs / u, half of the tokens with A = 0", _flops(HALF_ZERO) / U, 2.0)
 
 
-def _flops(batch: Batch) -> int:
-    return gemm_flops(partial(forward_backward, OURS.loss, batch))
-
-
-def bare_gemms(batch: Batch) -> None:
-    hidden, weight = batch.hidden.detach().flatten(0, 1), batch.weight.detach()
-    logits = hidden @ weight.T
-    logits @ weight
-    logits.T @ hidden
+def _flops(workload: Workload) -> int:
+    return gemm_flops(partial(forward_backward, OURS.loss, workload.make()))
 
 
 def time_against_gemms(rounds: int) -> Iterator[Row]:
-    batch = make_batch(SHAPE, HIDDEN, VOCAB, torch.float32)
-    part = make_batch(SHAPE, HIDDEN, VOCAB, torch.float32, unmasked=0.4)
+    batch, part = ALL_TOKENS.make(), PART.make()
     seconds = interleaved_medians(
         {
             "ours": partial(forward_backward, OURS.loss, batch),
@@ -74,22 +69,25 @@ def time_against_gemms(rounds: int) -> Iterator[Row]:
 
 
 def time_against_peers(rounds: int) -> Iterator[Row]:
+    here = [key for key in PEERS if find_spec(BY_KEY[key].package.split("==")[0].replace("-", "_"))]
+    here += ["liger-compiled"] * ("liger" in here)
     for dtype in DTYPES:
-        batch = make_batch(SHAPE, HIDDEN, VOCAB, DTYPES[dtype])
-        peers = [TRL, LIGER, LIGER_COMPILED]
-        calls = {p.name: partial(forward_backward, p.loss, batch) for p in [OURS, *peers] if not p.missing}
+        batch = replace(ALL_TOKENS, dtype=DTYPES[dtype]).make()
+        calls = {key: partial(forward_backward, BY_KEY[key].loss, batch) for key in ["torch", *here]}
         seconds = interleaved_medians(calls, rounds)
-        for peer in peers:
-            limit = LIMITS[peer.name.split()[0], dtype]
-            if peer.missing:
-                yield Row(f"time / {peer.name}, {dtype}", None, limit, peer.missing)
+        for key in [*PEERS, "liger-compiled"]:
+            name, limit = BY_KEY[key].name, PEERS[key.split("-")[0]][dtype]
+            if key in here:
+                yield Row(f"time / {name}, {dtype}", seconds["torch"] / seconds[key], limit)
             else:
-                yield Row(f"time / {peer.name}, {dtype}", seconds[OURS.name] / seconds[peer.name], limit)
+                note = f"not installed: pip install {BY_KEY[key].package}"
+                yield Row(f"time / {name}, {dtype}", None, limit, note)
 
 
 def memory() -> Iterator[Row]:
     for tokens in (8192, 32768):
-        batch = make_batch((tokens // 128, 128), 576, 49152, torch.float32, unmasked=1024 / tokens)
+        workload = Workload("", tokens, 576, 49152, torch.float32, unmasked=0.1, distribution="uniform")
+        batch = workload.make()
         batch.mask[:] = True
         batch.weight.requires_grad_(False)
         peak = peak_bytes(partial(forward_backward, OURS.loss, batch))
@@ -99,14 +97,14 @@ def memory() -> Iterator[Row]:
 
 def exactness() -> Iterator[Row]:
     """Log-probs from bf16 inputs against fp64 on the same values, logits up to 30."""
-    batch = make_batch(SHAPE, HIDDEN, VOCAB, torch.bfloat16)
+    batch = replace(ALL_TOKENS, dtype=torch.bfloat16).make()
+    batch.hidden = batch.hidden.detach() * 6
     with torch.no_grad():
-        low = vars(batch) | {"hidden": batch.hidden * 6, "weight": batch.weight}
-        logits = low["hidden"].double().flatten(0, 1) @ batch.weight.double().T
+        logits = batch.hidden.double() @ batch.weight.double().T
         largest = logits.abs().max().item()
-        truth = logits.log_softmax(-1).gather(1, batch.targets.view(-1, 1)).view(SHAPE)
-        error = (fused_linear_policy_loss(**low).logprobs - truth).abs().max().item()
-    yield Row(f"absolute log-prob error from bf16, |z| up to {largest:.0f}", error, 1e-4)
+        truth = logits.log_softmax(-1).gather(-1, batch.targets[..., None]).squeeze(-1)
+        error = (fused_linear_policy_loss(**batch.arguments()).logprobs - truth).abs().max().item()
+    yield Row(f"absolute log-prob error from bf16, logits up to {largest:.0f}", error, 1e-4)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,9 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
     rounds = parser.parse_args(argv).rounds
-    print(
-        f"N {TOKENS}, H {HIDDEN}, V {VOCAB}; {torch.get_num_threads()} threads; torch {torch.__version__}\n"
-    )
+    shape = f"N {ALL_TOKENS.tokens}, H {ALL_TOKENS.hidden_size}, V {ALL_TOKENS.vocab}"
+    print(f"{shape}; {torch.get_num_threads()} threads; torch {torch.__version__}\n")
     print("| what | measured | at most |\n|---|---|---|")
     missed = False
     for row in _rows(rounds):

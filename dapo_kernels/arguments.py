@@ -12,6 +12,7 @@ from .config import PolicyLossConfig
 from .objective import TokenInputs
 
 BACKENDS = ("auto", "torch", "triton")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenBatch(NamedTuple):
@@ -21,6 +22,8 @@ class TokenBatch(NamedTuple):
     """Shape of the caller's targets or log-probs."""
     mask: Tensor
     """`[N]` bool."""
+    num_odd: Tensor
+    """0-d: how many values of the caller's mask are neither 0 nor 1."""
     inputs: TokenInputs
     """`[N]` each; masked entries may hold anything, except in `sequence_ids`."""
 
@@ -55,7 +58,8 @@ def flatten_tokens(
         expanded = _expand(name, value, tokens, also)
         return expanded.detach().to(dtype).reshape(-1)
 
-    mask = _expand("mask", mask, tokens, ()).detach().reshape(-1)
+    _check_tensor("mask", mask)
+    mask, num_odd = flatten_mask(mask, tokens)
     inputs = TokenInputs(
         advantages=per_token("advantages", advantages, ("[B]", "[B, 1]")),
         old_logprobs=per_token("old_logprobs", old_logprobs),
@@ -64,7 +68,7 @@ def flatten_tokens(
         entropy_weights=per_token("entropy_weights", entropy_weights, ("0-d",)),
         sequence_ids=_sequence_ids(sequence_ids, tokens, config),
     )
-    return TokenBatch(shape, mask if mask.dtype == torch.bool else mask != 0, inputs)
+    return TokenBatch(shape, mask, num_odd, inputs)
 
 
 def check_config(config: PolicyLossConfig) -> None:
@@ -95,7 +99,8 @@ def _expand(name: str, value: Tensor, tokens: Tensor, also: tuple[str, ...]) -> 
             return value[:, None].expand(shape)
         if "[B, 1]" in also and value.shape == (shape[0], 1):
             return value.expand(shape)
-    allowed = " or ".join([str(list(shape)), *also])
+    sizes = {"[B]": str(list(shape[:1])), "[B, 1]": str([*shape[:1], 1]), "0-d": "0-d"}
+    allowed = " or ".join([str(list(shape)), *(sizes[s] for s in also if s == "0-d" or len(shape) == 2)])
     raise ValueError(f"{name} must have shape {allowed} to go with the tokens, got {list(value.shape)}")
 
 
@@ -104,8 +109,9 @@ def _check_denominator(denominator: Tensor | float | None, config: PolicyLossCon
         if config.reduction == "constant":
             raise ValueError("denominator is required when config.reduction is 'constant'")
     elif isinstance(denominator, Tensor):
-        if denominator.dim() != 0:
-            raise ValueError(f"denominator must be a number or 0-d, got shape {list(denominator.shape)}")
+        if denominator.dim() != 0 or denominator.is_complex():
+            given = f"{list(denominator.shape)} {denominator.dtype}"
+            raise ValueError(f"denominator must be a number or 0-d, got shape {given}")
     elif not isinstance(denominator, Real):
         raise TypeError(f"denominator must be a number or 0-d tensor, got {type(denominator).__name__}")
     elif not denominator > 0:
@@ -137,12 +143,14 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
             continue
         _check_tensor(name, value)
         _check_device(name, value, hidden.device)
-        if name != "targets" and not value.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {value.dtype}")
+        if name != "targets" and value.dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {FLOATS}, got {value.dtype}")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64, got {targets.dtype}")
     if weight.dim() != 2:
         raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight must be [V, H] with H over 0, got {list(weight.shape)}")
     if hidden.shape != (*targets.shape, weight.shape[1]):
         wanted = [*targets.shape, weight.shape[1]]
         raise ValueError(
@@ -162,8 +170,11 @@ def check_call(backend: str, chunk_tokens: int | None, hidden_grad: str) -> None
         raise ValueError(f"chunk_tokens must be None or a whole number, at least 1, got {chunk_tokens!r}")
 
 
-def flatten_mask(mask: Tensor | None, targets: Tensor) -> Tensor:
-    """`[N]` bool; all true for None."""
+def flatten_mask(mask: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`[N]` bool (all true for None), and how many values are neither 0 nor 1 (0-d): not read back here."""
     if mask is None:
-        return torch.ones(targets.numel(), dtype=torch.bool, device=targets.device)
-    return _expand("mask", mask, targets, ()).detach().reshape(-1) != 0
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+    flat = _expand("mask", mask, tokens, ()).detach().reshape(-1)
+    if flat.dtype == torch.bool:
+        return flat, torch.zeros((), dtype=torch.int64, device=flat.device)
+    return flat != 0, ((flat != 0) & (flat != 1)).sum()

@@ -7,6 +7,7 @@ widened a tile of vocabulary rows at a time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -55,18 +56,32 @@ def mixed_addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
     torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-@contextmanager
-def exact_fp32() -> Iterator[None]:
-    """Inside, fp32 products are computed in fp32 (no TF32, no bf16 passes), whatever the program allows."""
-    libraries = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [library.fp32_precision for library in libraries]
-    try:
-        for library in libraries:
-            library.fp32_precision = "ieee"
-        yield
-    finally:
-        for library, precision in zip(libraries, before):
-            library.fp32_precision = precision
+class _ExactFp32:
+    """Inside, fp32 products are computed in fp32 (no TF32, no bf16 passes), whatever the program allows. The
+    setting is the process's: it is put back when the last thread inside leaves."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.changed = threading.Lock(), 0, []
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                libraries = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+                settings = [(library, library.fp32_precision) for library in libraries]
+                self.changed = [(library, now) for library, now in settings if now != "ieee"]
+                for library, _ in self.changed:
+                    library.fp32_precision = "ieee"
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                for library, precision in self.changed:
+                    library.fp32_precision = precision
+
+
+exact_fp32 = _ExactFp32()
 
 
 @contextmanager
@@ -75,7 +90,7 @@ def exact_precision(device: torch.device) -> Iterator[None]:
     no_autocast = nullcontext()
     if torch.amp.is_autocast_available(device.type):
         no_autocast = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), no_autocast, exact_fp32():
+    with torch.no_grad(), no_autocast, exact_fp32:
         yield
 
 

@@ -40,7 +40,7 @@ class Wants(NamedTuple):
 class Head(NamedTuple):
     """The head and the flat tokens it is applied to."""
 
-    hidden: Tensor  # [N, H]
+    hidden: Tensor  # [N, H], or [..., H] where that would be a copy
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     targets: Tensor  # [N]
@@ -53,6 +53,12 @@ class Head(NamedTuple):
     def vocab_size(self) -> int:
         return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
+    def hidden_rows(self, index: Tensor) -> Tensor:
+        """`[n, H]` of the tokens at flat `index` `[n]`."""
+        if self.hidden.dim() == 2:
+            return self.hidden.index_select(0, index)
+        return self.hidden[torch.unravel_index(index, self.hidden.shape[:-1])]
+
     @property
     def dtype(self) -> torch.dtype:
         """Of logits and of sums."""
@@ -61,6 +67,14 @@ class Head(NamedTuple):
     @property
     def gemm_dtype(self) -> torch.dtype:
         return gemm_dtype(self.hidden, self.weight)
+
+
+def flat_hidden(hidden: Tensor) -> Tensor:
+    """`[..., H]` as `[N, H]` if that takes no copy (a shifted `hidden[:, :-1]` would), else as it is."""
+    try:
+        return hidden.view(-1, hidden.shape[-1])
+    except RuntimeError:
+        return hidden
 
 
 class Chunk(NamedTuple):
@@ -103,7 +117,7 @@ def head_chunks(head: Head, index: Tensor, buffer: Tensor, boundary: int = 0) ->
         for start in range(first, last, buffer.shape[0] or 1):
             part = slice(start, min(start + buffer.shape[0], last))
             rows = index[part]
-            hidden = head.hidden.index_select(0, rows).to(head.gemm_dtype)
+            hidden = head.hidden_rows(rows).to(head.gemm_dtype)
             logits = buffer[: rows.numel()]
             logits_gemm(hidden, head.weight, head.bias, out=logits)
             yield Chunk(part, rows, head.targets[rows], hidden, logits)
@@ -119,7 +133,7 @@ class HeadGradients:
         if wants.hidden:
             # In fp16 the gradient stays fp32 until the incoming scale and the denominator are in it.
             kept = torch.float32 if head.hidden.dtype == torch.float16 else head.hidden.dtype
-            self.hidden = torch.zeros_like(head.hidden, dtype=kept)
+            self.hidden = head.hidden.new_zeros((*head.targets.shape, head.hidden.shape[-1]), dtype=kept)
 
     def add(self, chunk: Chunk, dlogits: Tensor) -> None:
         """Adds a chunk, whose gradient of the logits is `[c, V]` in the GEMM dtype."""

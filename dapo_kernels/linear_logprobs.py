@@ -18,8 +18,8 @@ from .backends import TorchRows, choose_rows
 from .config import PolicyLossConfig
 from .data_parallel import gather
 from .gemm import exact_precision
-from .head import Head, HeadGradients, Wants, add_gradients, head_chunks, logits_buffer
-from .selection import keep_where, order_tokens
+from .head import Head, HeadGradients, Wants, add_gradients, flat_hidden, head_chunks, logits_buffer
+from .selection import keep_where, order_tokens, read_back
 from .vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ def fused_linear_logprobs(
     check_call(backend, chunk_tokens, hidden_grad)
     weight, bias = gather(weight), gather(bias)
     config = PolicyLossConfig(temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap)
-    counted = flatten_mask(mask, targets)
+    counted, num_odd = flatten_mask(mask, targets)
     shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
     vocab_size = weight.shape[0] if shard is None else shard.vocab_size
     flat_targets = targets.reshape(-1)
-    index = order_tokens(flat_targets, counted, counted, counted, vocab_size).index
+    index = order_tokens(flat_targets, counted, counted, counted, num_odd, vocab_size).index
     head = Head(hidden, weight, bias, flat_targets)
     rows = choose_rows(backend, hidden.device, config, shard, head.dtype, head.gemm_dtype)
     options = HeadOptions(chunk_tokens, rows, shard, hidden_grad == "complete")
@@ -97,8 +97,14 @@ class HeadOptions(NamedTuple):
     complete_hidden_grad: bool
 
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Head:
-        flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        return Head(flat, weight.detach(), bias, targets, self.shard, self.complete_hidden_grad)
+        return Head(
+            flat_hidden(hidden.detach()),
+            weight.detach(),
+            bias,
+            targets,
+            self.shard,
+            self.complete_hidden_grad,
+        )
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -142,4 +148,4 @@ def _rows_with_gradient(index: Tensor, *gradients: Tensor | None) -> Tensor:
     for gradient in gradients:
         if gradient is not None:
             wanted |= gradient[index] != 0
-    return keep_where(index, wanted)
+    return keep_where(index, wanted, read_back(wanted.sum()))

@@ -13,11 +13,11 @@ from .backends import choose_rows
 from .config import PolicyLossConfig
 from .data_parallel import gather
 from .gemm import accumulation_dtype, exact_precision
-from .head import Head, Wants
+from .head import Head, Wants, flat_hidden
 from .one_pass import Scored, score_tokens
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import selected_weights, token_reduction
-from .selection import known_to_be_one, scatter_tokens, select_tokens
+from .selection import known_to_be_one, may_carry_gradient, scatter_tokens, select_tokens
 from .vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def fused_linear_policy_loss(
         sequence_ids: `[...]` sequence of each token of a packed batch, for the seq-mean reductions and
             `ratio_level="sequence"`. No sequence may be spread over two calls.
         config: coefficients and switches.
-        selection: `[n]` flat indices of the tokens to score, if known: the unmasked ones, less those that
-            `skip_zero_advantage` skips. Saves the call's one host read, and its check of the ids.
+        selection: `[n]` flat indices of the unmasked tokens, if known. Saves the call's one host read, and
+            with it the check of ids and mask; nothing is skipped then, except in what is returned.
         backend: `torch`, `triton`, or `auto`: Triton for tensors on a GPU unless they are fp64 or Triton is
             not installed, else torch.
         chunk_tokens: tokens whose logits exist at a time. Default: as many as fit 256 MiB on CPU; on a GPU
@@ -106,9 +106,8 @@ def fused_linear_policy_loss(
     grad_enabled = torch.is_grad_enabled()
     wants = Wants(*(grad_enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)))
     with exact_precision(hidden.device):
-        flat = hidden.reshape(-1, hidden.shape[-1])
         shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
-        head = Head(flat, weight, bias, targets.reshape(-1), shard, hidden_grad == "complete")
+        head = Head(flat_hidden(hidden), weight, bias, targets.reshape(-1), shard, hidden_grad == "complete")
         rows = choose_rows(backend, hidden.device, config, shard, dtype, head.gemm_dtype)
         chosen = select_tokens(head.targets, batch, head.vocab_size, config, selection)
         weights, divisor = selected_weights(
@@ -117,6 +116,8 @@ def fused_linear_policy_loss(
             rows.dtype,
         )
         result = score_tokens(head, batch.inputs, weights, chosen, wants, chunk_tokens, rows)
+        if selection is not None and config.skip_zero_advantage:
+            result = result.without(~may_carry_gradient(batch.mask, batch.inputs, config)[chosen.index])
         loss = (result.terms.loss * weights).sum()
         output = _assemble(loss if divisor is None else loss / divisor, result, batch, chosen.index, config)
     if any(wants):
@@ -133,7 +134,11 @@ def _assemble(
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
     advantages = batch.inputs.advantages[index]
+    if result.forgotten is not None:
+        advantages = advantages.masked_fill(result.forgotten, 0)
     sums = token_sums(result.terms, result.entropy, advantages, batch.mask.sum(), config)
+    if result.forgotten is not None:
+        sums["num_scored"] = sums["num_scored"] - result.forgotten.sum()
     return PolicyLossOutput(
         loss=loss,
         logprobs=scatter_tokens(result.logprobs, index, batch.shape),
@@ -142,6 +147,12 @@ def _assemble(
         metrics=metrics_from_sums(sums),
         sums=sums,
     )
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that runs was called with `retain_graph`; True where torch does not say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or ask()
 
 
 class _PrecomputedGradient(torch.autograd.Function):
@@ -158,8 +169,8 @@ class _PrecomputedGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss):
         scale = grad_loss if ctx.divisor is None else grad_loss / ctx.divisor
-        # A product by 1 is a copy of [V, H] that nobody needs.
-        as_is = ctx.divisor is None and known_to_be_one(grad_loss)
+        # A product by 1 is a copy of [V, H] that nobody needs, unless another backward is to come.
+        as_is = ctx.divisor is None and known_to_be_one(grad_loss) and not _graph_is_kept()
         scaled = [
             None if gradient is None else (gradient if as_is else gradient * scale).to(like[1]).view(like[0])
             for gradient, like in zip(ctx.saved_tensors, ctx.shapes)

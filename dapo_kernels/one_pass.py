@@ -34,6 +34,21 @@ class Scored(NamedTuple):
     terms: TokenTerms
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
     """Of hidden `[N, H]`, weight `[V, H]`, bias `[V]`; of the token losses' sum under `weights`."""
+    forgotten: Tensor | None = None
+    """`[n]` bool, see `without`."""
+
+    def without(self, forgotten: Tensor) -> Scored:
+        """As if the tokens at `forgotten` `[n]` bool had not been scored: they have no gradient anyway."""
+
+        def cleared(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.masked_fill(forgotten, 0)
+
+        return self._replace(
+            logprobs=cleared(self.logprobs),
+            entropy=cleared(self.entropy),
+            terms=TokenTerms(*map(cleared, self.terms)),
+            forgotten=forgotten,
+        )
 
 
 def score_tokens(

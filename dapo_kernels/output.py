@@ -37,16 +37,15 @@ def token_sums(
 ) -> dict[str, Tensor]:
     """Sums over the scored tokens `[n]`: see `PolicyLossOutput.sums`."""
     ratio, log_ratio = terms.ratio, terms.log_ratio
-    zero = ratio.new_zeros(())
-    dual = zero
+    dual = ratio.new_zeros(())
     if config.dual_clip is not None and config.objective == "clip":
         dual = ((ratio > config.dual_clip) & (advantages < 0)).sum()
     sums = {
         "entropy": entropy.sum(),
         "ratio_mean": ratio.sum(),
-        "ratio_max": torch.cat([ratio, zero[None]]).amax(),
+        "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),
         "approx_kl": -log_ratio.sum(),
-        "kl": zero if terms.kl is None else terms.kl.sum(),
+        "kl": ratio.new_zeros(()) if terms.kl is None else terms.kl.sum(),
         "clip_frac_low": ((ratio < 1 - config.epsilon_low) & (advantages < 0)).sum(),
         "clip_frac_high": ((ratio > 1 + config.epsilon_high) & (advantages > 0)).sum(),
         "dual_clip_frac": dual,

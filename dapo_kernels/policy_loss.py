@@ -11,7 +11,7 @@ from .gemm import accumulation_dtype
 from .objective import TokenTerms, token_objective
 from .output import PolicyLossOutput, metrics_from_sums, token_sums
 from .reduction import token_reduction
-from .selection import keep_where, may_carry_gradient, scatter_tokens
+from .selection import check_mask, keep_where, may_carry_gradient, read_back, scatter_tokens
 
 
 def policy_loss(
@@ -68,7 +68,9 @@ def policy_loss(
     scored_mask = batch.mask
     if config.skip_zero_advantage:
         scored_mask = may_carry_gradient(batch.mask, batch.inputs, config)
-    index = keep_where(torch.arange(scored_mask.numel(), device=scored_mask.device), scored_mask)
+    count, num_odd = read_back(torch.stack([scored_mask.sum(), batch.num_odd]))
+    check_mask(num_odd)
+    index = keep_where(torch.arange(scored_mask.numel(), device=scored_mask.device), scored_mask, count)
     inputs = batch.inputs.select(index)
     scored = logprobs.reshape(-1).to(dtype)[index]
     scored_entropy = None if entropy is None else entropy.reshape(-1).to(dtype)[index]

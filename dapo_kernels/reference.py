@@ -33,9 +33,13 @@ def linear_policy_loss(
     selection: Tensor | None = None,
     backend: str = "auto",
     chunk_tokens: int | None = None,
+    vocab_group: None = None,
+    hidden_grad: str = "complete",
 ) -> PolicyLossOutput:
-    """The policy loss as defined; arguments as in `fused_linear_policy_loss` (the last three change
-    nothing here, and the head is always whole)."""
+    """The policy loss as defined; arguments as in `fused_linear_policy_loss`. `selection`, `backend`,
+    `chunk_tokens` and `hidden_grad` change nothing here. The head must be whole: no `vocab_group`."""
+    if vocab_group is not None:
+        raise ValueError("vocab_group must be None here: the reference takes the whole head")
     shape = targets.shape
     counted = mask.reshape(-1) != 0
     scored = counted.clone()

@@ -43,7 +43,7 @@ def select_tokens(
 
     active = may_carry_gradient(batch.mask, batch.inputs, config)
     scored = active if config.skip_zero_advantage else batch.mask
-    return order_tokens(targets, batch.mask, active, scored, vocab_size)
+    return order_tokens(targets, batch.mask, active, scored, batch.num_odd, vocab_size)
 
 
 def may_carry_gradient(mask: Tensor, inputs: TokenInputs, config: PolicyLossConfig) -> Tensor:
@@ -64,12 +64,15 @@ def order_tokens(
     mask: Tensor,  # [N] bool: tokens that count
     active: Tensor,  # [N] bool: those of them that may carry gradient
     scored: Tensor,  # [N] bool: those of them that are scored
+    num_odd: Tensor,  # 0-d: how many values of the caller's mask are neither 0 nor 1
     vocab_size: int,
 ) -> Selection:
     """Sorts tokens as active, scored only, left out; raises `ValueError` for an unmasked id outside of
-    `[0, V)`. Reads its three counts back at once."""
+    `[0, V)` and for a mask that is none. Reads its counts back at once."""
     bad = mask & ((targets < 0) | (targets >= vocab_size))
-    num_active, num_scored, num_bad = read_back(torch.stack([active.sum(), scored.sum(), bad.sum()]))
+    counts = torch.stack([active.sum(), scored.sum(), bad.sum(), num_odd])
+    num_active, num_scored, num_bad, num_odd = read_back(counts)
+    check_mask(num_odd)
     if num_bad:
         worst = targets[bad][0].item()
         raise ValueError(
@@ -80,9 +83,14 @@ def order_tokens(
     return Selection(order[:num_scored], num_active)
 
 
-def keep_where(index: Tensor, wanted: Tensor) -> Tensor:
-    """The entries of `index` `[n]` where `wanted` `[n]` is true, in their order; reads back how many."""
-    return index[(~wanted).to(torch.uint8).sort(stable=True).indices[: read_back(wanted.sum())]]
+def keep_where(index: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """The `count` entries of `index` `[n]` where `wanted` `[n]` is true, in their order."""
+    return index[(~wanted).to(torch.uint8).sort(stable=True).indices[:count]]
+
+
+def check_mask(num_odd: int) -> None:
+    if num_odd:
+        raise ValueError(f"mask must be bool or 0/1, got {num_odd} values that are neither 0 nor 1")
 
 
 def read_back(values: Tensor) -> list[int] | int | float:

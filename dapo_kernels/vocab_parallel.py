@@ -22,6 +22,8 @@ class VocabShard:
     """This rank's equal part of the vocabulary: `rows` ids from `rank * rows` on."""
 
     def __init__(self, group: ProcessGroup, rows: int) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"vocab_group must be a ProcessGroup, got {type(group).__name__}")
         self.group, self.rows = group, rows
         self.world_size = dist.get_world_size(group)
         self.first = dist.get_rank(group) * rows

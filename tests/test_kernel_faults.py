@@ -1,15 +1,17 @@
 """Faults that users of fused losses reported, one test a row (K-numbers as in the project's fault list)."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
 from loss_cases import HEAD, LiveBytes, assert_same_bits, check, fast, make_case, plain_logprobs
 
 from bench.measure import gemm_flops
-from dapo_kernels import fused_linear_policy_loss
+from dapo_kernels import fused_linear_policy_loss, gemm
 
 fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -206,6 +208,42 @@ def test_k16_backward_twice_and_scaled(dtype):
         assert torch.equal(scaled[name], 65536 * once[name])
     with pytest.raises(RuntimeError, match="second time"):  # what it saved is freed
         loss.backward()
+
+
+def test_k16_gradients_changed_between_two_backwards():
+    """Clipping what the first backward left must not reach what the second one gives."""
+    case = make_case(dtype=fp32)
+    weight = case.weight.clone().requires_grad_()
+    loss = fused_linear_policy_loss(**{**case.arguments(), "weight": weight}).loss
+    loss.backward(retain_graph=True)
+    want = weight.grad.clone()
+    weight.grad.zero_()
+    loss.backward(retain_graph=True)
+    assert torch.equal(weight.grad, want)
+    weight.grad = None
+    loss.backward()
+    assert torch.equal(weight.grad, want)
+    weight.grad.zero_()
+
+
+def test_precision_settings_survive_threads():
+    """fp32 products stay fp32 in every thread, and the program's own setting is back afterwards."""
+    setting = torch.backends.mkldnn.matmul
+    before, seen = setting.fp32_precision, set()
+    case = make_case((64,), dtype=fp32)
+    product = gemm.logits_gemm
+
+    def watched(*arguments, **named):
+        seen.add(setting.fp32_precision)
+        product(*arguments, **named)
+
+    setting.fp32_precision = "bf16"
+    try:
+        with mock.patch("dapo_kernels.head.logits_gemm", watched), ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: fast(case, chunk_tokens=4), range(12)))
+        assert seen == {"ieee"} and setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before
 
 
 def test_k17_micro_batches_of_10_and_1000_tokens():

@@ -130,6 +130,32 @@ def test_masked_positions_may_hold_anything(vocab, dtype):
     assert_same_bits(fast(case, backend="triton"), fast(dirty, backend="triton"))
 
 
+@pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
+@pytest.mark.parametrize("name", ["hidden", "old_logprobs", "ref_logprobs", "token_weights"])
+def test_nan_reaches_the_loss(name, objective, monkeypatch):
+    """As in torch: a guard that looks at the loss must see it. Ids that nobody checks (`selection`) too."""
+    case = make_case((5, 7), mask=2.0, dtype=fp32, kl_coef=0.1, objective=objective)
+    case.advantages[2, 3] = 1.0
+    getattr(case, name)[2, 3] = torch.nan
+    result = fast(case, backend="triton")
+    assert result.output.loss.isnan() and fast(case).output.loss.isnan()
+    assert result.output.token_loss.isnan().sum() == 1
+    case = make_case((5, 7), mask=2.0, dtype=fp32, objective=objective)
+    case.advantages[2, 3] = 1.0
+    case.targets[2, 3] = 60
+    assert fast(case, backend="triton", selection=torch.arange(35)).output.loss.isnan()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e3, 1e6])
+def test_softcap_of_any_size(softcap):
+    """Far from saturation tanh(u) is u: no digits are lost on the way."""
+    case = make_case((11,), 16, 1000, fp32, logit_softcap=softcap)
+    for backend in ("torch", "triton"):
+        logprobs = fast(case, backend=backend).output.logprobs
+        truth = fast(case.to(fp64)).output.logprobs
+        torch.testing.assert_close(logprobs.double(), truth, rtol=1e-6, atol=2e-6)
+
+
 def test_one_launch_and_no_other_row_operation(monkeypatch):
     """Token level, rows enough: the loss row kernel does it all, once a chunk, scored tokens included."""
     from dapo_kernels.kernels import triton_rows

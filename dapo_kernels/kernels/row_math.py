@@ -25,7 +25,9 @@ def to_z(x, factor, inner, outer, SOFTCAP: tl.constexpr):
         u = x * inner
         e = tl.exp(-2.0 * tl.abs(u))
         tanh = (1.0 - e) / (1.0 + e)
-        z = tl.where(u < 0, -tanh, tanh) * outer
+        square = u * u  # near 0 the difference cancels; the series is exact to 6e-8 there
+        series = u * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+        z = tl.where(tl.abs(u) < 0.2, series, tl.where(u < 0, -tanh, tanh)) * outer
     else:
         z = x * factor
     return z
@@ -111,11 +113,11 @@ def row_sums(
         total = total * rescale + tl.sum(e, 2)
         peak = new_peak
 
-    maximum = tl.maximum(tl.max(peak, 1), target_z)
+    maximum = tl.maximum(tl.max(peak, 1), target_z, propagate_nan=tl.PropagateNan.ALL)
     change = tl.maximum(peak - maximum[:, None], FLOOR)
     rescale = tl.exp(change)
     rest = tl.sum(total * rescale, 1)
-    target_shift = tl.maximum(target_z - maximum, FLOOR)
+    target_shift = tl.maximum(target_z - maximum, FLOOR, propagate_nan=tl.PropagateNan.ALL)
     target_exp = tl.exp(target_shift)
     row_moment = tl.sum(moment * rescale + total * (change * rescale), 1) + target_exp * target_shift
     return maximum, rest, target_exp, row_moment
@@ -166,7 +168,7 @@ def write_gradient(
     at_target = logprob_grad * (rest / total)
     constant = logprob_grad
     if ENTROPY:
-        bounded = tl.maximum(logprob, FLOOR)
+        bounded = tl.maximum(logprob, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         at_target -= entropy_grad * tl.exp(bounded) * (bounded + entropy)
         constant += entropy_grad * (entropy - tl.log(total))
     at_target *= factor

@@ -12,10 +12,17 @@ LIMIT = tl.constexpr(20.0)
 
 
 @triton.jit
+def clamp(x, low, high):
+    """NaN stays NaN: by default Triton would make a bound of it."""
+    raised = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(raised, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def ratio_of(logprob, old_logprob):
     """log r, r, and dr / dlogp: r where the clamp lets it through, 0 outside."""
     difference = logprob - old_logprob
-    log_ratio = tl.minimum(tl.maximum(difference, -LIMIT), LIMIT)
+    log_ratio = clamp(difference, -LIMIT, LIMIT)
     ratio = tl.exp(log_ratio)
     return log_ratio, ratio, tl.where(tl.abs(difference) <= LIMIT, ratio, 0.0)
 
@@ -35,7 +42,7 @@ def policy_term(
     DUAL_CLIP: tl.constexpr,
 ):
     """The policy loss L and dL / dlogp. `low` and `high` bound the ratio (clip) or its weight (cispo)."""
-    clipped = tl.minimum(tl.maximum(ratio, low), high)
+    clipped = clamp(ratio, low, high)
     if OBJECTIVE == "cispo":
         slope = -clipped * advantage
         loss = slope * logprob
@@ -61,7 +68,7 @@ def policy_term(
 def kl_term(logprob, ref_logprob, KL_ESTIMATOR: tl.constexpr):
     """The KL estimate and its derivative by logp, with q = ref - logp: 0 where q is clamped."""
     difference = ref_logprob - logprob
-    q = tl.minimum(tl.maximum(difference, -LIMIT), LIMIT)
+    q = clamp(difference, -LIMIT, LIMIT)
     if KL_ESTIMATOR == "k3":
         e = tl.exp(q)
         kl = e - q - 1.0
