@@ -37,10 +37,12 @@ setup(
         "train": TRAIN,
         "vllm": TRAIN + ["vllm>=0.11"],
         "gpu": ["flash-attn", "liger-kernel>=0.6"],
-        "bench": ["pytest-benchmark>=4"],
+        "bench": ["pytest-benchmark>=4", "pytest>=8", "rich>=13", "matplotlib>=3.8"],
+        "peers": ["trl>=1.16", "liger-kernel>=0.8", "cut-cross-entropy"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",
+            "pytest-benchmark>=4",
             "hypothesis>=6.100",
             "ruff>=0.6",
             "triton>=3.6; platform_system == 'Linux'",  # interpreted and compiled in tests, no GPU needed

@@ -7,11 +7,9 @@ import torch
 
 from bench.implementations import ALL, BY_KEY
 from bench.runner import WorkloadResults, run_workload
+from bench.session import RESULTS, TELL
 from bench.suites import SUITES
 
-RESULTS = pytest.StashKey[dict[str, WorkloadResults]]()
-TELL = pytest.StashKey()
-"""Set by `bench.run`: a function that is given the name of a workload and what happens there."""
 PHASES = ("forward", "forward + backward")
 
 

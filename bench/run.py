@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.report import write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.implementations import BY_KEY
+from bench.report import write_report
+from bench.session import RESULTS, TELL
 from bench.suites import SUITES
 
 HERE = Path(__file__).resolve().parent
@@ -45,8 +46,6 @@ class Session:
         self.config = config
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        from bench.conftest import RESULTS, TELL
-
         self.config.stash[TELL] = self.tell
         self.results = self.config.stash[RESULTS]
 

@@ -58,6 +58,7 @@ def run_workload(
     tell: Callable[[str], None] = lambda text: None,
 ) -> WorkloadResults:
     """`tell` is given a line before each step that takes a while."""
+    torch.compiler.reset()
     batches = [workload.make(device, seed) for seed in range(2 if device.type == "cuda" else 1)]
     calls, done = {"gemms": lambda: bare_gemms(batches[0])}, []
     for implementation in implementations:

@@ -24,13 +24,13 @@ def on_gpu(name: str, tokens: int, head: str = "Qwen2.5-32B", **options) -> Work
     return Workload(name, tokens, *HEADS[head], length=1024, **options)
 
 
-def live_shares(make, tokens: int) -> list[Workload]:
-    """Every share unmasked with every share of zero advantages, all tokens live apart."""
+def live_shares(make, tokens: int, already: tuple = ()) -> list[Workload]:
+    """Every share unmasked with every share of zero advantages, all live and those there `already` apart."""
     return [
         make(f"{unmasked:.0%} unmasked, {zero:.0%} A = 0", tokens, unmasked=unmasked, zero_advantage=zero)
         for unmasked in (1.0, 0.6, 0.3)
         for zero in (0.0, 0.5, 0.75)
-        if (unmasked, zero) != (1.0, 0.0)
+        if (unmasked, zero) not in ((1.0, 0.0), *already)
     ]
 
 
@@ -49,7 +49,7 @@ CPU_FULL = [
     on_cpu("N 2048", 2048),
     on_cpu("Qwen2.5-0.5B", 256, "Qwen2.5-0.5B"),
     on_cpu("uniform", 512, distribution="uniform"),
-    *live_shares(on_cpu, 512),
+    *live_shares(on_cpu, 512, already=((0.6, 0.5), (0.3, 0.0))),
 ]
 GPU_SMALL = [
     on_gpu(f"{head}, N {tokens}", tokens, head, compiled=tokens == 4096)

@@ -1,0 +1,152 @@
+"""What a benchmark leaves: results.json, report.md, report.html and the plots."""
+
+from __future__ import annotations
+
+import base64
+import json
+import platform
+import statistics
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from bench.implementations import BY_KEY
+from bench.plots import TRAIN, draw, seconds
+from bench.runner import Result, WorkloadResults
+
+PACKAGES = ("torch", "triton", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
+HEADER = (
+    "implementation", "forward, s", "forward + backward, s", "spread", "/ ours", "share of GEMM ceiling", "u",
+    "memory, MB", "log-prob error", "gradient error",
+)  # fmt: skip
+
+
+def write_report(folder: Path, benchmark: dict, groups: list[WorkloadResults], device: str) -> None:
+    """`benchmark`: pytest-benchmark's JSON, to which what could not run is added."""
+    benchmark["unavailable"] = [vars(r) for g in groups for r in g.results if r.reason is not None]
+    benchmark["row_operations"] = {
+        g.workload.name: {"copy_gb_per_s": g.copy_gbs, **g.row_gbs} for g in groups
+    }
+    (folder / "results.json").write_text(json.dumps(benchmark, indent=1), encoding="utf-8")
+    plots = draw(groups, folder)
+    sections = [(f"{g.workload.name}", g.workload.describe(), table(g), notes(g)) for g in groups]
+    (folder / "report.md").write_text(markdown(sections, plots, device), encoding="utf-8")
+    (folder / "report.html").write_text(html(sections, plots, device), encoding="utf-8")
+
+
+def machine(device: str) -> str:
+    versions = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{_processor()}, {torch.get_num_threads()} threads"
+    return f"{where}; Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def table(group: WorkloadResults) -> list[list[str]]:
+    """A row an implementation that ran, fastest first."""
+    trained = [r for r in group.results if r.phase == TRAIN and r.reason is None]
+    forward = {r.implementation: r for r in group.results if r.phase == "forward"}
+    ours = min((seconds(r) for r in trained if BY_KEY[r.implementation].ours), default=None)
+    return [
+        _row(result, forward.get(result.implementation), ours, group)
+        for result in sorted(trained, key=seconds)
+    ]
+
+
+def _row(result: Result, forward: Result | None, ours: float | None, group: WorkloadResults) -> list[str]:
+    middle = seconds(result)
+    spread = (max(result.seconds) - min(result.seconds)) / middle
+    ceiling = 3 * group.workload.u / middle / 1e12 / group.gemm_tflops
+    return [
+        BY_KEY[result.implementation].name,
+        "–" if forward is None else f"{seconds(forward):.3g}",
+        f"{middle:.3g}",
+        f"{spread:.0%}",
+        "–" if ours is None else f"{middle / ours:.2f}",
+        f"{ceiling:.0%}",
+        f"{result.flops / group.workload.u:.2f}",
+        f"{result.peak_bytes / 1e6:.0f}",
+        "–" if result.logprob_error is None else f"{result.logprob_error:.1e}",
+        "–" if result.gradient_error is None else f"{result.gradient_error:.1e}",
+    ]
+
+
+def notes(group: WorkloadResults) -> list[str]:
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in group.row_gbs.items())
+    gemms = statistics.median(group.gemm_seconds)
+    lines = [
+        f"Three bare GEMMs: {gemms:.3g} s, {group.gemm_tflops:.3g} TFLOP/s. Row operations: {rates} GB/s, "
+        f"a plain copy {group.copy_gbs:.1f} GB/s."
+    ]
+    failed = [r for r in group.results if r.reason is not None]
+    return lines + [f"{BY_KEY[r.implementation].name}: {r.reason}" for r in failed]
+
+
+INTRODUCTION = (
+    "Forward and backward of the policy loss over one head. Medians of calls taken in turn; spread is "
+    "(slowest - fastest) / median. The ceiling is the time of the three products alone, all tokens; over "
+    "100 % means that work was skipped. u: matrix FLOPs over those of one product of all tokens with the "
+    "head. Memory: beyond the inputs, gradients included. Errors: against fp64 on a small peaked case in the "
+    "same dtype, worst absolute for log-probs, relative for the weight's gradient."
+)
+
+
+def markdown(sections: list, plots: list[Path], device: str) -> str:
+    lines = ["# Policy loss benchmark", "", machine(device), "", INTRODUCTION, ""]
+    for name, description, rows, remarks in sections:
+        lines += [f"## {name}", "", description, ""]
+        lines += [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", *(f"- {remark}" for remark in remarks), ""]
+    lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    return "\n".join(lines) + "\n"
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}td,th{padding:3px 10px;"
+    "text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
+    "tr.ours{background:#eaf3fb}img{max-width:100%;margin:1em 0}.quiet,li{color:#595959}"
+)
+
+
+def html(sections: list, plots: list[Path], device: str) -> str:
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Policy loss benchmark</title>"
+        f"<style>{STYLE}</style><h1>Policy loss benchmark</h1><p>{escape(machine(device))}</p>"
+        f"<p class=quiet>{escape(INTRODUCTION)}</p>"
+    ]
+    ours = {i.name for i in BY_KEY.values() if i.ours}
+    for name, description, rows, remarks in sections:
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADER)
+        body = "".join(
+            f"<tr{' class=ours' * (row[0] in ours)}>"
+            + "".join(f"<td>{escape(c)}</td>" for c in row)
+            + "</tr>"
+            for row in rows
+        )
+        items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
+        parts.append(
+            f"<h2>{escape(name)}</h2><p>{escape(description)}</p><table><tr>{head}</tr>{body}</table>"
+            f"<ul>{items}</ul>"
+        )
+    for plot in plots:
+        data = base64.b64encode(plot.read_bytes()).decode()
+        parts.append(f'<img alt="{plot.stem}" src="data:image/png;base64,{data}">')
+    return "\n".join(parts) + "</html>\n"
