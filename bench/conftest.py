@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where to run")
     group.addoption("--suite", default="small", choices=sorted({name for _, name in SUITES}))
     group.addoption("--peers", nargs="*", default=None, metavar="KEY", help=f"of {', '.join(BY_KEY)}")
-    group.addoption("--rounds", type=int, default=5, help="timed calls of each implementation")
+    group.addoption("--rounds", type=int, default=3, help="timed calls of each implementation")
 
 
 def pytest_configure(config: pytest.Config) -> None:

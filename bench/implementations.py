@@ -39,13 +39,13 @@ class Implementation:
         return self.package is None and not self.full_logits
 
 
-def fused(batch: Batch, backend: str = "auto", config: PolicyLossConfig = CONFIG) -> Tensor:
-    return fused_linear_policy_loss(**batch.arguments(), config=config, backend=backend).loss
+def fused(batch: Batch, config: PolicyLossConfig = CONFIG, **options) -> Tensor:
+    return fused_linear_policy_loss(**batch.arguments(), config=config, **options).loss
 
 
-def fused_logprobs(batch: Batch, backend: str = "auto") -> Tensor:
+def fused_logprobs(batch: Batch, **options) -> Tensor:
     with torch.no_grad():
-        return fused_linear_policy_loss(**batch.arguments(), config=CONFIG, backend=backend).logprobs
+        return fused_linear_policy_loss(**batch.arguments(), config=CONFIG, **options).logprobs
 
 
 def plain(batch: Batch) -> Tensor:
@@ -74,6 +74,12 @@ ALL = [
         "skip",
         "dapo-kernels, skip_zero_advantage",
         partial(fused, config=replace(CONFIG, skip_zero_advantage=True)),
+    ),
+    Implementation(
+        "lean",
+        "dapo-kernels, chunk_tokens=128",
+        partial(fused, chunk_tokens=128),
+        partial(fused_logprobs, chunk_tokens=128),
     ),
     Implementation("plain", "plain torch", plain, plain_logprobs, full_logits=True),
     Implementation(

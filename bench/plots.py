@@ -21,6 +21,7 @@ COLORS = {
     "torch": "#0072B2",
     "triton": "#000000",
     "skip": "#56B4E9",
+    "lean": "#003F72",
     "plain": "#999999",
     "compiled": "#666666",
     "trl": "#D55E00",

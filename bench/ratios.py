@@ -63,7 +63,7 @@ def time_against_gemms(rounds: int) -> Iterator[Row]:
     seconds = interleaved_medians(
         {
             "ours": partial(forward_backward, OURS.loss, batch),
-            "gemms": partial(bare_gemms, batch),
+            "gemms": bare_gemms(batch),
             "part": partial(forward_backward, OURS.loss, part),
         },
         rounds,

@@ -32,8 +32,9 @@ def write_report(folder: Path, benchmark: dict, groups: list[WorkloadResults], d
     (folder / "results.json").write_text(json.dumps(benchmark, indent=1), encoding="utf-8")
     plots = draw(groups, folder)
     sections = [(f"{g.workload.name}", g.workload.describe(), table(g), notes(g)) for g in groups]
-    (folder / "report.md").write_text(markdown(sections, plots, device), encoding="utf-8")
-    (folder / "report.html").write_text(html(sections, plots, device), encoding="utf-8")
+    missing = not_run(groups)
+    (folder / "report.md").write_text(markdown(sections, plots, missing, device), encoding="utf-8")
+    (folder / "report.html").write_text(html(sections, plots, missing, device), encoding="utf-8")
 
 
 def machine(device: str) -> str:
@@ -87,15 +88,28 @@ def _row(result: Result, forward: Result | None, ours: float | None, group: Work
     ]
 
 
-def notes(group: WorkloadResults) -> list[str]:
+def notes(group: WorkloadResults) -> str:
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in group.row_gbs.items())
     gemms = statistics.median(group.gemm_seconds)
-    lines = [
+    return (
         f"Three bare GEMMs: {gemms:.3g} s, {group.gemm_tflops:.3g} TFLOP/s. Row operations: {rates} GB/s, "
         f"a plain copy {group.copy_gbs:.1f} GB/s."
+    )
+
+
+def not_run(groups: list[WorkloadResults]) -> list[str]:
+    """What did not run, why, and on how many workloads."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for group in groups:
+        for result in group.results:
+            if result.reason is not None:
+                key = (BY_KEY[result.implementation].name, result.reason)
+                where.setdefault(key, []).append(group.workload.name)
+    everywhere = len(groups)
+    return [
+        f"{name}: {reason}" + ("" if len(names) == everywhere else f" ({', '.join(names)})")
+        for (name, reason), names in where.items()
     ]
-    failed = [r for r in group.results if r.reason is not None]
-    return lines + [f"{BY_KEY[r.implementation].name}: {r.reason}" for r in failed]
 
 
 INTRODUCTION = (
@@ -107,13 +121,14 @@ INTRODUCTION = (
 )
 
 
-def markdown(sections: list, plots: list[Path], device: str) -> str:
+def markdown(sections: list, plots: list[Path], missing: list[str], device: str) -> str:
     lines = ["# Policy loss benchmark", "", machine(device), "", INTRODUCTION, ""]
     for name, description, rows, remarks in sections:
         lines += [f"## {name}", "", description, ""]
         lines += [f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += ["", *(f"- {remark}" for remark in remarks), ""]
+        lines += ["", remarks, ""]
+    lines += ["## Not run", "", *(f"- {line}" for line in missing), ""]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
     return "\n".join(lines) + "\n"
 
@@ -126,7 +141,7 @@ STYLE = (
 )
 
 
-def html(sections: list, plots: list[Path], device: str) -> str:
+def html(sections: list, plots: list[Path], missing: list[str], device: str) -> str:
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Policy loss benchmark</title>"
         f"<style>{STYLE}</style><h1>Policy loss benchmark</h1><p>{escape(machine(device))}</p>"
@@ -141,11 +156,12 @@ def html(sections: list, plots: list[Path], device: str) -> str:
             + "</tr>"
             for row in rows
         )
-        items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
         parts.append(
             f"<h2>{escape(name)}</h2><p>{escape(description)}</p><table><tr>{head}</tr>{body}</table>"
-            f"<ul>{items}</ul>"
+            f"<p class=quiet>{escape(remarks)}</p>"
         )
+    items = "".join(f"<li>{escape(line)}</li>" for line in missing)
+    parts.append(f"<h2>Not run</h2><ul>{items}</ul><h2>Plots</h2>")
     for plot in plots:
         data = base64.b64encode(plot.read_bytes()).decode()
         parts.append(f'<img alt="{plot.stem}" src="data:image/png;base64,{data}">')

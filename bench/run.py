@@ -1,6 +1,6 @@
 """Benchmarks the policy loss beside its peers: one command, one folder of results.
 
-    python -m bench.run [--device cpu|cuda] [--suite small|full] [--peers trl liger] [--rounds 5] --out DIR
+    python -m bench.run [--device cpu|cuda] [--suite small|full] [--peers trl liger] [--rounds 3] --out DIR
 
 Writes results.json (pytest-benchmark's format, with memory, FLOPs and errors as extra info, and what could
 not run), report.md, report.html and the plots as PNG.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -35,12 +36,19 @@ class Session:
         self.progress = progress
         self.task = progress.add_task("", total=count)
         self.results = {}
+        self.start = time.perf_counter()
 
     def tell(self, workload, text: str | None) -> None:
         if text is None:
             self.progress.advance(self.task)
-        else:
-            self.progress.update(self.task, description=f"{workload.name}: {text}")
+            text = "done"
+        self.progress.update(self.task, description=f"{workload.name}: {text}")
+        if not self.progress.console.is_terminal:  # where no bar is drawn, a line
+            print(
+                f"{time.perf_counter() - self.start:5.0f} s  {workload.name}: {text}",
+                file=self.progress.console.file,
+                flush=True,
+            )
 
     def pytest_configure(self, config: pytest.Config) -> None:
         self.config = config
@@ -59,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="*", choices=sorted(BY_KEY), metavar="KEY", help=f"default all: {', '.join(BY_KEY)}"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each implementation")
+    parser.add_argument("--rounds", type=int, default=3, help="timed calls of each implementation")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     options = parser.parse_args(argv)
     if options.device not in ("cpu", "cuda"):
@@ -78,7 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        # pytest captures the process's stderr: the bar goes to a copy of it.
+        os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as stream,
+        Progress(*columns, console=Console(file=stream)) as progress,
     ):
         session = Session(progress, len(SUITES[options.device, options.suite]))
         file = Path(folder) / "benchmark.json"

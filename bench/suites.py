@@ -35,12 +35,12 @@ def live_shares(make, tokens: int, already: tuple = ()) -> list[Workload]:
 
 
 CPU_SMALL = [
-    on_cpu("all tokens", 512, compiled=True),
-    on_cpu("60% unmasked, 50% A = 0", 512, unmasked=0.6, zero_advantage=0.5),
-    on_cpu("30% unmasked", 512, unmasked=0.3),
-    on_cpu("SmolLM2 on text", 512, unmasked=0.6, distribution="real"),
-    on_cpu("bf16", 256, dtype=torch.bfloat16),
-    on_cpu("N 128", 128),
+    on_cpu("all tokens", 256, compiled=True),
+    on_cpu("60% unmasked, 50% A = 0", 256, unmasked=0.6, zero_advantage=0.5),
+    on_cpu("30% unmasked", 256, unmasked=0.3),
+    on_cpu("SmolLM2 on text", 256, unmasked=0.6, distribution="real"),
+    on_cpu("bf16", 128, dtype=torch.bfloat16),
+    on_cpu("N 512", 512),
     on_cpu("N 1024", 1024),
 ]
 """Fits 8 GB, and ten minutes on two cores."""
@@ -48,8 +48,8 @@ CPU_FULL = [
     *CPU_SMALL,
     on_cpu("N 2048", 2048),
     on_cpu("Qwen2.5-0.5B", 256, "Qwen2.5-0.5B"),
-    on_cpu("uniform", 512, distribution="uniform"),
-    *live_shares(on_cpu, 512, already=((0.6, 0.5), (0.3, 0.0))),
+    on_cpu("uniform", 256, distribution="uniform"),
+    *live_shares(on_cpu, 256, already=((0.6, 0.5), (0.3, 0.0))),
 ]
 GPU_SMALL = [
     on_gpu(f"{head}, N {tokens}", tokens, head, compiled=tokens == 4096)
