@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from bench.implementations import BY_KEY
 from bench.runner import Result, WorkloadResults
@@ -96,6 +97,15 @@ def _head(group: WorkloadResults) -> str:
     return f"H {w.hidden_size}, V {w.vocab}, {str(w.dtype).removeprefix('torch.')}"
 
 
+def _plain_ticks(axes: Axes, family: list[WorkloadResults]) -> None:
+    """Numbers as one reads them, and N where there are points."""
+    axes.set_xticks(sorted({g.workload.tokens for g in family}), minor=False)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+
+
 def time_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
     family = _same_but_tokens(groups)
     _lines(axes, family, lambda g: g.workload.tokens, seconds)
@@ -105,6 +115,7 @@ def time_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
         xlabel="tokens N", ylabel="forward + backward, seconds", xscale="log", yscale="log",
         title=f"Time follows the bare GEMMs\n{_head(family[0])}",
     )  # fmt: skip
+    _plain_ticks(axes, family)
 
 
 def memory_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
@@ -112,8 +123,9 @@ def memory_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
     _lines(axes, family, lambda g: g.workload.tokens, lambda r: r.peak_bytes / 1e6)
     axes.set(
         xlabel="tokens N", ylabel="peak memory beyond the inputs, MB", xscale="log", yscale="log",
-        title=f"Memory stops growing at the budget\n{_head(family[0])}",
+        title=f"Memory follows the budget, not N\n{_head(family[0])}",
     )  # fmt: skip
+    _plain_ticks(axes, family)
 
 
 def time_over_live_share(groups: list[WorkloadResults], axes: Axes) -> None:
