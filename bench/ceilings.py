@@ -7,6 +7,7 @@ Arithmetic only; the measured columns are filled from `scripts/gpu_check.sh` on 
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,19 @@ def binds(w: Workload, gpu: Gpu) -> str:
     return "FLOPs" if 3 * w.u / gpu.gemm_tflops / 1e12 > moved / gpu.bandwidth_tbs / 1e12 else "bytes"
 
 
-def table(gpu: Gpu) -> list[str]:
+def measured(text: str) -> dict[tuple[str, str], list[str]]:
+    """The last two cells of every row of an earlier file, by GPU and head: they are kept."""
+    cells, gpu = {}, ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            gpu = line[3:].split(":")[0]
+        elif line.startswith("| "):
+            row = [cell.strip() for cell in line.strip("|").split("|")]
+            cells[gpu, row[0]] = row[-2:]
+    return cells
+
+
+def table(gpu: Gpu, known: dict[tuple[str, str], list[str]]) -> list[str]:
     lines = [
         f"## {gpu.name}: {gpu.gemm_tflops:.0f} TFLOP/s, {gpu.bandwidth_tbs:g} TB/s",
         "",
@@ -75,8 +88,7 @@ def table(gpu: Gpu) -> list[str]:
             f"{rows:.1f}",
             f"{accumulator:.1f}",
             f"{target:.0f}",
-            "",
-            "",
+            *known.get((gpu.name, w.name), ["", ""]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
@@ -93,9 +105,15 @@ scripts/gpu_check.sh` on that GPU, and stay empty until then.
 """
 
 
-def main() -> None:
-    lines = [HEADING, *(line for gpu in GPUS for line in table(gpu))]
-    Path(__file__).with_name("ceilings.md").write_text("\n".join(lines), encoding="utf-8")
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("ceilings.md"))
+    out = parser.parse_args(argv).out
+    known = measured(out.read_text(encoding="utf-8")) if out.exists() else {}
+    lines = [HEADING, *(line for gpu in GPUS for line in table(gpu, known))]
+    out.write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

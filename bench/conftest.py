@@ -23,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RESULTS] = {}
+    if config.getoption("--rounds") < 1:
+        raise pytest.UsageError(f"--rounds must be at least 1, got {config.getoption('--rounds')}")
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no GPU")
     for key in config.getoption("--peers") or []:
         if key not in BY_KEY:
             raise pytest.UsageError(f"--peers must be of {', '.join(BY_KEY)}, got {key!r}")
@@ -36,6 +40,7 @@ def chosen(config: pytest.Config) -> list:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
     workloads = SUITES[config.getoption("--device"), config.getoption("--suite")]
+    workloads = [workload for workload in workloads if workload.missing is None]
     metafunc.parametrize("workload", workloads, ids=lambda workload: workload.name)
     metafunc.parametrize("phase", PHASES)
     metafunc.parametrize("implementation", chosen(config), ids=lambda i: i.key)

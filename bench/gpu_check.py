@@ -58,7 +58,7 @@ def wrong(group: WorkloadResults) -> list[str]:
         logprob_limit, gradient_limit = LIMITS[group.workload.dtype]
         if result.reason is not None:
             faults.append(f"{group.workload.name}, {result.implementation}: {result.reason}")
-        elif (result.logprob_error or 0) > logprob_limit or (result.gradient_error or 0) > gradient_limit:
+        elif not ((result.logprob_error or 0) <= logprob_limit and result.gradient_error <= gradient_limit):
             errors = f"log-prob {result.logprob_error}, gradient {result.gradient_error}"
             faults.append(f"{group.workload.name}, {result.implementation}: error {errors}")
     return faults
@@ -79,10 +79,13 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cpu" if options.dry else "cuda")
     options.out.mkdir(parents=True, exist_ok=True)
 
-    groups = []
+    groups, faults = [], []
     for workload in TINY if options.dry else GPU_SMALL:
         print(f"{workload.name}: {workload.describe()}", flush=True)
-        groups.append(run_workload(workload, ALL, device, rounds=2 if options.dry else 7))
+        try:
+            groups.append(run_workload(workload, ALL, device, rounds=2 if options.dry else 7))
+        except Exception as error:  # what was measured until then is still told
+            faults.append(f"{workload.name}: {type(error).__name__}: {error}"[:200])
     lines = [machine(device), *(line for group in groups for line in rows(group))]
     left_out = {(r.implementation, r.reason) for g in groups for r in g.results if r.reason is not None}
     text = "\n".join(
@@ -91,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     (options.out / "gpu_check.md").write_text(f"```\n{text}\n```\n", encoding="utf-8")
     records = [{"workload": g.workload.describe(), **vars(r)} for g in groups for r in g.results]
     (options.out / "gpu_check.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
-    faults = [fault for group in groups for fault in wrong(group)]
+    faults += [fault for group in groups for fault in wrong(group)]
     print("\n".join([*lines, *(f"WRONG {fault}" for fault in faults)][:38]))
     print(f"{'FAILED' if faults else 'ok'}; everything: {options.out}")
     return 1 if faults else 0

@@ -66,7 +66,7 @@ def liger_triton_loss(batch: Batch) -> Tensor:
     """On full logits, which it takes with one position more than there are tokens."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    logits = torch.nn.functional.pad(batch.hidden @ batch.weight.T, (0, 0, 0, 1))
+    logits = torch.nn.functional.pad(batch.hidden, (0, 0, 0, 1)) @ batch.weight.T
     losses = triton_grpo_loss(
         logits,
         batch.old_logprobs,

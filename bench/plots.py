@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from bench.implementations import BY_KEY
 from bench.runner import Result, WorkloadResults
@@ -102,8 +102,9 @@ def _plain_ticks(axes: Axes, family: list[WorkloadResults]) -> None:
     axes.set_xticks(sorted({g.workload.tokens for g in family}), minor=False)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def time_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:

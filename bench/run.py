@@ -62,8 +62,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suite", default="small", choices=sorted({name for _, name in SUITES}))
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda; cuda if there is one",
+    )
+    parser.add_argument(
+        "--suite", default="small", choices=sorted({name for _, name in SUITES}), help="workloads"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=sorted(BY_KEY), metavar="KEY", help=f"default all: {', '.join(BY_KEY)}"
     )
@@ -74,6 +80,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device must be cpu or cuda, got {options.device}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is a file")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     return options
@@ -90,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as stream,
         Progress(*columns, console=Console(file=stream)) as progress,
     ):
-        session = Session(progress, len(SUITES[options.device, options.suite]))
+        session = Session(progress, sum(not w.missing for w in SUITES[options.device, options.suite]))
         file = Path(folder) / "benchmark.json"
         arguments = [str(HERE), "-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-W", "ignore"]
         arguments += [f"--device={options.device}", f"--suite={options.suite}", f"--rounds={options.rounds}"]
@@ -101,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not file.exists():
             return int(code) or 1
         results = json.loads(file.read_text(encoding="utf-8"))
-    write_report(options.out, results, list(session.results.values()), options.device)
+    missing = [f"{w.name}: {w.missing}" for w in SUITES[options.device, options.suite] if w.missing]
+    write_report(options.out, results, list(session.results.values()), missing, options.device)
     print(f"{time.perf_counter() - start:.0f} s; report: {options.out / 'report.html'}")
     return int(code)
 

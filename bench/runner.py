@@ -69,6 +69,7 @@ def run_workload(
             for result, call in zip(ready, phases(implementation, batches).values()):
                 calls[result.phase + implementation.key] = call
     tell("timing in turns")
+    calls["gemms"]()  # the others are warm
     seconds = Timer(device).rounds(calls, rounds, warm=True)
     for result in done:
         result.seconds = seconds.get(result.phase + result.implementation, [])
@@ -124,5 +125,7 @@ def _checked(
 def reason_of(error: Exception, implementation: Implementation) -> str:
     if isinstance(error, ModuleNotFoundError) and implementation.package is not None:
         return f"not installed ({error.name}): pip install {implementation.package}"
+    if "0 active drivers" in str(error):
+        return "needs a GPU: Triton finds no driver"
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{type(error).__name__}: {text}"[:160]

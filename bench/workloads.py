@@ -69,6 +69,13 @@ class Workload:
         """g + 2f: what our loss costs, in u."""
         return self.unmasked * (1 + 2 * (1 - self.zero_advantage))
 
+    @property
+    def missing(self) -> str | None:
+        """What it needs and is not there."""
+        if self.distribution == "real" and not MODEL.exists():
+            return f"{MODEL} is not there: python -m dapo.smollm2 {MODEL} (and pip install '.[train]')"
+        return None
+
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -133,8 +140,6 @@ def _peaked(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Ten
 
 def _real(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """The last hidden states of SmolLM2-135M over a text, its head, and tokens it samples there."""
-    if not MODEL.exists():
-        raise FileNotFoundError(f"{MODEL} is not there: python -m dapo.smollm2 {MODEL}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text(encoding="utf-8"))["input_ids"]

@@ -21,8 +21,9 @@ if ! { [ ${#dry[@]} -gt 0 ] || "$python" -c 'import sys, torch; sys.exit(not tor
 fi
 mkdir -p "$out"
 status=0
-PYTHONPATH=. "$python" -m pytest -q -p no:cacheprovider tests/test_gpu.py > "$out/correctness.txt" 2>&1 || status=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+"$python" -m pytest -rs -p no:cacheprovider tests/test_gpu.py > "$out/correctness.txt" 2>&1 || status=1
 [ $status -eq 0 ] || grep -E '^(E  |FAILED|ERROR)' "$out/correctness.txt" | head -n 20
-PYTHONPATH=. "$python" -m bench.gpu_check "${dry[@]}" --out "$out" 2> "$out/warnings.txt" || { status=1; tail -n 5 "$out/warnings.txt"; }
+"$python" -m bench.gpu_check "${dry[@]}" --out "$out" 2> "$out/warnings.txt" || { status=1; tail -n 5 "$out/warnings.txt"; }
 echo "correctness: $(tail -n 1 "$out/correctness.txt")"
 exit $status

@@ -37,7 +37,7 @@ def targets_and_mask(seed=1):
 
 def own_loss(logprobs, entropy):
     """K6, K7: gradients differ by token, and every token's depends on the others."""
-    return (logprobs.cumsum(0) * logprobs.mean()).tanh().sum() + (entropy**2).mean() + entropy[::3].sum()
+    return (logprobs.cumsum(0) / 10).sin().sum() * logprobs.mean() + (entropy**2).mean() + entropy[::3].sum()
 
 
 def gradients(loss, tensors):

@@ -185,7 +185,7 @@ def test_logprobs_of_a_loss_of_ones_own(dtype, vocab, options, mixed_gemm):
         output = fused_linear_logprobs(
             leaves[0], leaves[1], case.targets, mask=case.mask, bias=leaves[2], backend=backend, **options
         )
-        loss = (output.logprobs.cumsum(0) * output.logprobs.mean()).tanh().sum() + (output.entropy**2).mean()
+        loss = (output.logprobs.cumsum(0) / 10).sin().sum() + (output.entropy**2).mean()
         return [output.logprobs, output.entropy, *torch.autograd.grad(loss, leaves)]
 
     truth = gradients("torch", case.to(fp64))
