@@ -185,9 +185,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
+    parser.add_argument("--sequences", type=int, default=8, help="responses in the step")
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="a transformers folder")
     options = parser.parse_args(argv)
     if not Path(options.model).exists():
         parser.error(f"--model {options.model} is not there: python -m dapo.smollm2 {options.model}")
