@@ -198,8 +198,8 @@ def check(case: LossCase, result: Result | None = None, scale=1.0, slack=1.0, **
             continue
         gradient = name.startswith("grad.")
         size = max(want.abs().max().item(), 0.05 * abs(scale) if gradient or name == "loss" else 1.0)
-        if name == "loss":  # what it is a mean of may cancel
-            size = max(size, truth["token_loss"].abs().mean().item())
+        if name == "loss":  # what it is a mean of, and the terms of that, may cancel
+            size = max(size, truth["token_loss"].abs().mean().item(), 0.3)
         if name.startswith("sums."):
             size = max(size, truth["sums.num_scored"].item())
         error, allowed = ((x.double() - want).abs().max().item() for x in (seen[name], plain[name]))

@@ -14,6 +14,8 @@ from loss_cases import BOUNDS, LossCase, check, fast, make_case
 
 fp64, fp32, bf16, fp16 = BOUNDS
 
+SLACK = 5.0
+"""Large ratios and KL terms multiply the rounding of a log-prob: more than BOUNDS allow for."""
 OPTIONAL = ("old_logprobs", "ref_logprobs", "token_weights", "entropy_weights", "bias")
 
 
@@ -69,7 +71,7 @@ def calls(**extra) -> st.SearchStrategy:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(list(BOUNDS), [1, 2, 3, 53, 129, 1023]), calls(), st.sampled_from([1.0, -0.5, 128.0]))
 def test_torch_backend(case, call, scale):
-    check(case, fast(case, scale, **call), scale)
+    check(case, fast(case, scale, **call), scale, SLACK)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -77,7 +79,7 @@ def test_torch_backend(case, call, scale):
 def test_triton_backend(case, call):
     rows = pytest.importorskip("row_cases")
     with rows.rounding_interpreter():
-        check(case, fast(case, backend="triton", **call))
+        check(case, fast(case, backend="triton", **call), slack=SLACK)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
