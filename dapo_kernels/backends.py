@@ -60,7 +60,7 @@ class TorchRows:
         logits: Tensor,  # [n, V]
         targets: Tensor,  # [n]
         inputs: TokenInputs,  # [n] each
-        weights: Tensor | None,  # [n] of each token in the sum; None: 1
+        weights: Tensor,  # [n] of each token in the sum
         want_gradient: bool,
     ) -> LossRows:
         """Token-level losses, and the gradient of their weighted sum."""

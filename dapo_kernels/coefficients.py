@@ -20,7 +20,7 @@ def token_coefficients(
     logprobs: Tensor,  # [n]
     entropy: Tensor,  # [n]
     inputs: TokenInputs,
-    weights: Tensor | None,  # [n] of each token in the sum, None: 1
+    weights: Tensor,  # [n] of each token in the sum
     config: PolicyLossConfig,
 ) -> tuple[TokenTerms, Tensor, Tensor | None]:
     """The terms of the objective, and the derivatives of the weighted sum of its losses by each log-prob
@@ -29,7 +29,7 @@ def token_coefficients(
         logprobs = logprobs.detach().requires_grad_()
         entropy = entropy.detach().requires_grad_(config.needs_entropy_gradient)
         terms = token_objective(logprobs, entropy, inputs, config)
-        total = (terms.loss if weights is None else terms.loss * weights).sum()
+        total = (terms.loss * weights).sum()
         wanted = (logprobs, entropy) if config.needs_entropy_gradient else (logprobs,)
         gradients = torch.autograd.grad(total, wanted)
     terms = TokenTerms(*(None if term is None else term.detach() for term in terms))
@@ -40,7 +40,7 @@ class SequenceCoefficients:
     """The coefficients of a part of the selected tokens under one ratio a sequence, from the scores of that
     part alone: on policy they can be had."""
 
-    def __init__(self, inputs: TokenInputs, weights: Tensor | None, config: PolicyLossConfig) -> None:
+    def __init__(self, inputs: TokenInputs, weights: Tensor, config: PolicyLossConfig) -> None:
         self.inputs, self.weights, self.config = inputs, weights, config
         ratio_on_kl = config.kl_coef != 0 and config.kl_ratio_correction
         self.available = inputs.old_logprobs is None and not ratio_on_kl
@@ -54,7 +54,8 @@ class SequenceCoefficients:
         """KL and entropy bonus are each token's own; the policy term is added as known."""
         inputs = self.inputs.select(part)
         own = inputs._replace(advantages=torch.zeros_like(inputs.advantages))
-        weights = None if self.weights is None else self.weights[part]
         token_level = replace(self.config, ratio_level="token")
-        _, logprob_grad, entropy_grad = token_coefficients(logprobs, entropy, own, weights, token_level)
+        _, logprob_grad, entropy_grad = token_coefficients(
+            logprobs, entropy, own, self.weights[part], token_level
+        )
         return logprob_grad + self.policy_part[part], entropy_grad

@@ -77,13 +77,11 @@ def fused_linear_logprobs(
     config = PolicyLossConfig(temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap)
     counted, num_odd = flatten_mask(mask, targets)
     shard = None if vocab_group is None else VocabShard(vocab_group, weight.shape[0])
-    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
-    flat_targets = targets.reshape(-1)
-    index = order_tokens(flat_targets, counted, counted, counted, num_odd, vocab_size).index
-    head = Head(hidden, weight, bias, flat_targets)
+    head = Head(hidden, weight, bias, targets.reshape(-1), shard)
+    index = order_tokens(head.targets, counted, counted, counted, num_odd, head.vocab_size).index
     rows = choose_rows(backend, hidden.device, config, shard, head.dtype, head.gemm_dtype)
-    options = HeadOptions(chunk_tokens, rows, shard, hidden_grad == "complete")
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, flat_targets, index, options)
+    options = HeadOptions(chunk_tokens, rows, hidden_grad == "complete")
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, head.targets, index, options)
     shape = targets.shape
     return LogprobOutput(logprobs.view(shape), entropy.view(shape) if return_entropy else None)
 
@@ -93,18 +91,11 @@ class HeadOptions(NamedTuple):
 
     chunk_tokens: int | None
     rows: TorchRows
-    shard: VocabShard | None
     complete_hidden_grad: bool
 
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Head:
-        return Head(
-            flat_hidden(hidden.detach()),
-            weight.detach(),
-            bias,
-            targets,
-            self.shard,
-            self.complete_hidden_grad,
-        )
+        flat, shard = flat_hidden(hidden.detach()), self.rows.shard
+        return Head(flat, weight.detach(), bias, targets, shard, self.complete_hidden_grad)
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -43,7 +43,7 @@ class TritonRows(TorchRows):
         logits: Tensor,
         targets: Tensor,
         inputs: TokenInputs,
-        weights: Tensor | None,
+        weights: Tensor,
         want_gradient: bool,
     ) -> LossRows:
         """One launch where every row has a program of its own; few long rows, and rows of which this process
