@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from bench.implementations import ALL, BY_KEY
+from bench.measure import FORWARD, TRAIN
 from bench.runner import WorkloadResults, run_workload
 from bench.session import RESULTS, TELL
 from bench.suites import SUITES
-
-PHASES = ("forward", "forward + backward")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     workloads = SUITES[config.getoption("--device"), config.getoption("--suite")]
     workloads = [workload for workload in workloads if workload.missing is None]
     metafunc.parametrize("workload", workloads, ids=lambda workload: workload.name)
-    metafunc.parametrize("phase", PHASES)
+    metafunc.parametrize("phase", (FORWARD, TRAIN))
     metafunc.parametrize("implementation", chosen(config), ids=lambda i: i.key)
 
 

@@ -21,31 +21,26 @@ from bench.implementations import ALL, BY_KEY
 from bench.runner import WorkloadResults, run_workload
 from bench.suites import GPU_SMALL, TINY
 
-TRAIN = "forward + backward"
 PEERS_SHOWN = 4
 """Of each workload, the fastest: the table stays under 40 lines. The files have all."""
 LIMITS = {torch.bfloat16: (1e-3, 0.02), torch.float32: (1e-4, 1e-4)}
 """Largest log-prob error and relative gradient error of ours."""
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 def rows(group: WorkloadResults) -> list[str]:
     """The workload, then a line an implementation, fastest first."""
-    gemms = median(group.gemm_seconds)
+    gemms = group.gemm_median
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in group.row_gbs.items())
     lines = [
         f"{group.workload.name}: GEMMs {1e3 * gemms:.1f} ms = {group.gemm_tflops:.3g} TFLOP/s; rows {rates} "
         f"of {group.copy_gbs:.0f} GB/s"
     ]
-    trained = [r for r in group.results if r.phase == TRAIN and r.reason is None]
+    trained = group.trained()
     peers = [r for r in trained if not BY_KEY[r.implementation].ours]
     shown = [r for r in trained if r not in peers]
-    shown += sorted(peers, key=lambda r: median(r.seconds))[:PEERS_SHOWN]
-    for result in sorted(shown, key=lambda r: median(r.seconds)):
-        time = median(result.seconds)
+    shown += sorted(peers, key=lambda r: r.median)[:PEERS_SHOWN]
+    for result in sorted(shown, key=lambda r: r.median):
+        time = result.median
         lines.append(
             f"  {BY_KEY[result.implementation].name:34s} {1e3 * time:8.1f} ms  "
             f"{time / gemms:5.2f} of the GEMMs  {result.peak_bytes / 1e9:6.2f} GB  "

@@ -154,8 +154,11 @@ def in_turns(batches: list[Batch], call: Callable[[Batch], None]) -> Callable[[]
     return turn
 
 
+FORWARD, TRAIN = "forward", "forward + backward"
+
+
 def phases(implementation: Implementation, batches: list[Batch]) -> dict[str, Callable[[], None]]:
-    calls = {"forward + backward": in_turns(batches, partial(forward_backward, implementation.loss))}
+    calls = {TRAIN: in_turns(batches, partial(forward_backward, implementation.loss))}
     if implementation.logprobs is not None:
-        calls["forward"] = in_turns(batches, partial(forward, implementation.logprobs))
+        calls[FORWARD] = in_turns(batches, partial(forward, implementation.logprobs))
     return calls

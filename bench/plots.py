@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -16,7 +15,6 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from bench.implementations import BY_KEY
 from bench.runner import Result, WorkloadResults
 
-TRAIN = "forward + backward"
 # Okabe and Ito's colours, told apart by colour-blind readers; peers that run together have different ones.
 COLORS = {
     "torch": "#0072B2",
@@ -45,14 +43,6 @@ def marker_of(key: str) -> str:
     return MARKERS[list(BY_KEY).index(key) % len(MARKERS)]
 
 
-def seconds(result: Result) -> float:
-    return statistics.median(result.seconds)
-
-
-def trained(group: WorkloadResults) -> Iterable[Result]:
-    return (r for r in group.results if r.phase == TRAIN and r.reason is None)
-
-
 def _lines(
     axes: Axes,
     groups: list[WorkloadResults],
@@ -62,7 +52,7 @@ def _lines(
     """A line an implementation, over the workloads that it ran on."""
     points: dict[str, list[tuple[float, float]]] = {}
     for group in groups:
-        for result in trained(group):
+        for result in group.trained():
             points.setdefault(result.implementation, []).append((x(group), y(result)))
     for key, line in points.items():
         if line:
@@ -107,31 +97,33 @@ def _plain_ticks(axes: Axes, family: list[WorkloadResults]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def time_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
+def _over_tokens(
+    groups: list[WorkloadResults], axes: Axes, y: Callable[[Result], float], ylabel: str, message: str
+) -> list[WorkloadResults]:
+    """Lines over N; returns the workloads that they are of."""
     family = _same_but_tokens(groups)
-    _lines(axes, family, lambda g: g.workload.tokens, seconds)
-    gemms = sorted((g.workload.tokens, statistics.median(g.gemm_seconds)) for g in family)
-    axes.plot(*zip(*gemms), color="black", linestyle=":", label="the three bare GEMMs")
-    axes.set(
-        xlabel="tokens N", ylabel="forward + backward, seconds", xscale="log", yscale="log",
-        title=f"Time follows the bare GEMMs\n{_head(family[0])}",
-    )  # fmt: skip
+    _lines(axes, family, lambda g: g.workload.tokens, y)
+    title = f"{message}\n{_head(family[0])}"
+    axes.set(xlabel="tokens N", ylabel=ylabel, xscale="log", yscale="log", title=title)
     _plain_ticks(axes, family)
+    return family
+
+
+def time_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
+    label = "forward + backward, seconds"
+    family = _over_tokens(groups, axes, lambda r: r.median, label, "Time follows the bare GEMMs")
+    gemms = sorted((g.workload.tokens, g.gemm_median) for g in family)
+    axes.plot(*zip(*gemms), color="black", linestyle=":", label="the three bare GEMMs")
 
 
 def memory_over_tokens(groups: list[WorkloadResults], axes: Axes) -> None:
-    family = _same_but_tokens(groups)
-    _lines(axes, family, lambda g: g.workload.tokens, lambda r: r.peak_bytes / 1e6)
-    axes.set(
-        xlabel="tokens N", ylabel="peak memory beyond the inputs, MB", xscale="log", yscale="log",
-        title=f"Memory follows the budget, not N\n{_head(family[0])}",
-    )  # fmt: skip
-    _plain_ticks(axes, family)
+    label = "peak memory beyond the inputs, MB"
+    _over_tokens(groups, axes, lambda r: r.peak_bytes / 1e6, label, "Memory follows the budget, not N")
 
 
 def time_over_live_share(groups: list[WorkloadResults], axes: Axes) -> None:
     family = _same_but_live_share(groups)
-    _lines(axes, family, lambda g: g.workload.cost / 3, seconds)
+    _lines(axes, family, lambda g: g.workload.cost / 3, lambda r: r.median)
     axes.set(
         xlabel="work that cannot be skipped: (g + 2f) / 3", ylabel="forward + backward, seconds",
         xlim=(0, 1.05),
@@ -164,10 +156,10 @@ def roofline(groups: list[WorkloadResults], axes: Axes) -> None:
     )  # fmt: skip
     seen = set()
     for group in live:
-        for result in trained(group):
+        for result in group.trained():
             key = result.implementation
             axes.scatter(
-                intensity(group), 3 * group.workload.u / seconds(result) / 1e12, color=color_of(key),
+                intensity(group), 3 * group.workload.u / result.median / 1e12, color=color_of(key),
                 marker=marker_of(key), label=None if key in seen else BY_KEY[key].name, zorder=3,
             )  # fmt: skip
             seen.add(key)
@@ -180,7 +172,7 @@ def roofline(groups: list[WorkloadResults], axes: Axes) -> None:
 def error_over_memory(groups: list[WorkloadResults], axes: Axes) -> None:
     low = [g for g in groups if g.workload.dtype.itemsize == 2] or groups
     group = low[0]
-    for result in trained(group):
+    for result in group.trained():
         if result.gradient_error is not None:
             axes.scatter(
                 result.peak_bytes / 1e6, result.gradient_error, s=70, color=color_of(result.implementation),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import platform
-import statistics
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import torch
 
 from bench.implementations import BY_KEY
-from bench.plots import TRAIN, draw, seconds
+from bench.measure import FORWARD
+from bench.plots import draw
 from bench.runner import Result, WorkloadResults
 
 PACKAGES = ("torch", "triton", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
@@ -63,23 +63,23 @@ def _processor() -> str:
 
 def table(group: WorkloadResults) -> list[list[str]]:
     """A row an implementation that ran, fastest first."""
-    trained = [r for r in group.results if r.phase == TRAIN and r.reason is None]
-    forward = {r.implementation: r for r in group.results if r.phase == "forward"}
-    times = {r.implementation: seconds(r) for r in trained}
+    trained = group.trained()
+    forward = {r.implementation: r for r in group.results if r.phase == FORWARD}
+    times = {r.implementation: r.median for r in trained}
     ours = times.get("triton", times.get("torch"))
     return [
         _row(result, forward.get(result.implementation), ours, group)
-        for result in sorted(trained, key=seconds)
+        for result in sorted(trained, key=lambda r: r.median)
     ]
 
 
 def _row(result: Result, forward: Result | None, ours: float | None, group: WorkloadResults) -> list[str]:
-    middle = seconds(result)
+    middle = result.median
     spread = (max(result.seconds) - min(result.seconds)) / middle
     ceiling = 3 * group.workload.u / middle / 1e12 / group.gemm_tflops
     return [
         BY_KEY[result.implementation].name,
-        "–" if forward is None else f"{seconds(forward):.3g}",
+        "–" if forward is None else f"{forward.median:.3g}",
         f"{middle:.3g}",
         f"{spread:.0%}",
         "–" if ours is None else f"{middle / ours:.2f}",
@@ -99,10 +99,9 @@ def _work(result: Result, group: WorkloadResults) -> str:
 
 def notes(group: WorkloadResults) -> str:
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in group.row_gbs.items())
-    gemms = statistics.median(group.gemm_seconds)
     return (
-        f"Three bare GEMMs: {gemms:.3g} s, {group.gemm_tflops:.3g} TFLOP/s. Row operations: {rates} GB/s, "
-        f"a plain copy {group.copy_gbs:.1f} GB/s."
+        f"Three bare GEMMs: {group.gemm_median:.3g} s, {group.gemm_tflops:.3g} TFLOP/s. "
+        f"Row operations: {rates} GB/s, a plain copy {group.copy_gbs:.1f} GB/s."
     )
 
 

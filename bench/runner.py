@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bench.implementations import Implementation
-from bench.measure import Timer, bare_gemms, errors, gemm_flops, peak_bytes, phases
+from bench.measure import TRAIN, Timer, bare_gemms, errors, gemm_flops, peak_bytes, phases
 from bench.row_bandwidth import copy_bandwidth, row_bandwidth
 from bench.workloads import Workload
 
@@ -33,6 +33,11 @@ class Result:
     reason: str | None = None
     """Why there is nothing else."""
 
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
 
 @dataclass
 class WorkloadResults:
@@ -45,9 +50,18 @@ class WorkloadResults:
     """Of our row operations, by backend: bytes that have to move, over seconds."""
 
     @property
+    def gemm_median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.gemm_seconds)
+
+    @property
     def gemm_tflops(self) -> float:
         """The ceiling: what the products reach alone."""
-        return 3 * self.workload.u / statistics.median(self.gemm_seconds) / 1e12
+        return 3 * self.workload.u / self.gemm_median / 1e12
+
+    def trained(self) -> list[Result]:
+        """Forward and backward of what ran."""
+        return [r for r in self.results if r.phase == TRAIN and r.reason is None]
 
 
 def run_workload(
@@ -86,7 +100,7 @@ def _checked(
     """Results of every phase with everything but the time; or one with the reason why not."""
 
     def failed(reason: str) -> list[Result]:
-        return [Result(workload.name, implementation.key, "forward + backward", reason=reason)]
+        return [Result(workload.name, implementation.key, TRAIN, reason=reason)]
 
     if implementation.compiles and not workload.compiled:
         return failed("not run here: compiles for every shape")
