@@ -12,6 +12,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; test_compile.py goes without
 
 
+@pytest.fixture
+def interpreter_like_hardware():
+    """Triton's interpreter rounds to bf16 as GPUs do, and numpy keeps quiet about infs."""
+    from row_cases import rounding_interpreter
+
+    with rounding_interpreter():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Path:
     """A random 2-layer Llama with a character tokenizer that adds no special tokens; pad is EOS."""

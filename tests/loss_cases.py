@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dapo_kernels import PolicyLossConfig, PolicyLossOutput, fused_linear_policy_loss, reference
+from dapo_kernels import (
+    PolicyLossConfig,
+    PolicyLossOutput,
+    fused_linear_logprobs,
+    fused_linear_policy_loss,
+    reference,
+)
 
 HEAD = ("hidden", "weight", "bias")
 
@@ -173,6 +179,17 @@ def run(loss: Callable, case: LossCase, scale: float = 1.0, needs=HEAD, **extra)
 
 def fast(case: LossCase, scale: float = 1.0, needs=HEAD, **extra) -> Result:
     return run(fused_linear_policy_loss, case, scale, needs, **extra)
+
+
+def logprob_gradients(case: LossCase, backend: str, **options) -> list[Tensor]:
+    """Log-probs, entropy and the head's gradients under a loss of one's own, whose gradient differs by token
+    and depends on the other tokens."""
+    leaves = [getattr(case, name).detach().clone().requires_grad_() for name in HEAD]
+    output = fused_linear_logprobs(
+        leaves[0], leaves[1], case.targets, mask=case.mask, bias=leaves[2], backend=backend, **options
+    )
+    loss = (output.logprobs.cumsum(0) / 10).sin().sum() + (output.entropy**2).mean()
+    return [output.logprobs, output.entropy, *torch.autograd.grad(loss, leaves)]
 
 
 # Largest error against fp64 on the same inputs, as a share of the largest value: of what is returned, and of

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from loss_cases import HEAD, OPTIONS, LossCase, assert_same_bits, check, fast, make_case
+from loss_cases import OPTIONS, LossCase, assert_same_bits, check, fast, logprob_gradients, make_case
 
-from dapo_kernels import fused_linear_logprobs, fused_linear_policy_loss
+from dapo_kernels import fused_linear_policy_loss
 
 DRY = os.environ.get("DAPO_GPU_DRY") == "1"
 pytestmark = pytest.mark.skipif(
@@ -38,15 +37,8 @@ def poisoned_memory():
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def rounding():
-    if not DRY:
-        yield
-        return
-    from row_cases import rounding_interpreter
-
-    with rounding_interpreter():
-        yield
+if DRY:
+    pytestmark = [pytestmark, pytest.mark.usefixtures("interpreter_like_hardware")]
 
 
 def on_device(case: LossCase) -> LossCase:
@@ -84,15 +76,8 @@ def test_vocabulary_of_any_size(vocab):
 def test_logprobs(dtype):
     case = on_device(make_case((11,), 64, VOCAB, dtype))
 
-    def gradients(case: LossCase, backend: str) -> list[torch.Tensor]:
-        leaves = [getattr(case, name).detach().clone().requires_grad_() for name in HEAD]
-        call = partial(fused_linear_logprobs, mask=case.mask, bias=leaves[2], backend=backend)
-        output = call(leaves[0], leaves[1], case.targets)
-        loss = (output.logprobs.cumsum(0) / 10).sin().sum() + (output.entropy**2).mean()
-        return [output.logprobs, output.entropy, *torch.autograd.grad(loss, leaves)]
-
-    truth = gradients(case.to(fp64), "torch")
-    for ours, true in zip(gradients(case, "triton"), truth):
+    truth = logprob_gradients(case.to(fp64), "torch")
+    for ours, true in zip(logprob_gradients(case, "triton"), truth):
         error = (ours.double() - true).norm() / true.norm()
         assert error < (2**-7 if ours.dtype == bf16 else 1e-5)
 

@@ -1,25 +1,17 @@
 """The log-prob row kernels, interpreted on CPU, against fp64 autograd: whole rows, and rows cut up."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, if conftest has not
-
 import pytest
 import torch
 from loss_cases import OPTIONS
 
 pytest.importorskip("triton")
-from row_cases import assert_near, bf16, fp16, fp32, fp64, padding_of, rounding_interpreter, row_case, scores
+from row_cases import assert_near, bf16, fp16, fp32, fp64, padding_of, row_case, scores
 
 from dapo_kernels.kernels import launch
 from dapo_kernels.kernels.logprob_rows import logprob_rows, logprob_rows_backward
 from dapo_kernels.row_statistics import merge_statistics
 
-
-@pytest.fixture(autouse=True)
-def interpreter_like_hardware():
-    with rounding_interpreter():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreter_like_hardware")
 
 
 @pytest.mark.parametrize("out", [fp32, bf16, fp16], ids=str)

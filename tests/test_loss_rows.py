@@ -4,10 +4,6 @@ Each number must be as near to fp64 as torch in the same dtype is, give or take 
 interpreter cannot show (races, registers, widths) is in test_compile.py.
 """
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, if conftest has not
-
 from dataclasses import replace
 
 import pytest
@@ -25,7 +21,6 @@ from row_cases import (
     fp16,
     fp32,
     fp64,
-    rounding_interpreter,
     row_case,
 )
 
@@ -37,10 +32,7 @@ from dapo_kernels.row_layout import empty_rows
 RAGGED = (1, 2, 129, 1023, 4160, 32003)
 
 
-@pytest.fixture(autouse=True)
-def interpreter_like_hardware():
-    with rounding_interpreter():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreter_like_hardware")
 
 
 @pytest.mark.parametrize("vocab, n", [(53, 70), (4160, 6)])

@@ -1,9 +1,5 @@
 """Any options on any shapes, dtypes and masks: the fused loss is as near to fp64 as plain torch."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, if conftest has not
-
 from dataclasses import replace
 
 import pytest

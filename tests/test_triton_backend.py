@@ -1,38 +1,28 @@
 """`backend="triton"` through the public calls: kernels interpreted, 16-bit products as on CUDA."""
 
 import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, if conftest has not
-
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import BOUNDS, HEAD, OPTIONS, assert_same_bits, check, fast, make_case, run
+from loss_cases import BOUNDS, HEAD, OPTIONS, assert_same_bits, check, fast, logprob_gradients, make_case, run
 
 from dapo_kernels import (
     FusedLinearPolicyLoss,
     PolicyLossConfig,
-    fused_linear_logprobs,
     fused_linear_policy_loss,
     gemm,
     reference,
 )
 
 pytest.importorskip("triton")
-from row_cases import rounding_interpreter
 
 from dapo_kernels.kernels import launch
 
 fp64, fp32, bf16, fp16 = BOUNDS
-
-
-@pytest.fixture(autouse=True)
-def interpreter_like_hardware():
-    with rounding_interpreter():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreter_like_hardware")
 
 
 @pytest.fixture
@@ -180,16 +170,10 @@ def test_logprobs_of_a_loss_of_ones_own(dtype, vocab, options, mixed_gemm):
     """K6, K7, as near to fp64 as the torch backend, which other tests hold to the truth."""
     case = make_case((11,), 16, vocab, dtype)
 
-    def gradients(backend: str, case=case):
-        leaves = [getattr(case, name).detach().clone().requires_grad_() for name in HEAD]
-        output = fused_linear_logprobs(
-            leaves[0], leaves[1], case.targets, mask=case.mask, bias=leaves[2], backend=backend, **options
-        )
-        loss = (output.logprobs.cumsum(0) / 10).sin().sum() + (output.entropy**2).mean()
-        return [output.logprobs, output.entropy, *torch.autograd.grad(loss, leaves)]
-
-    truth = gradients("torch", case.to(fp64))
-    for ours, torchs, true in zip(gradients("triton"), gradients("torch"), truth):
+    truth = logprob_gradients(case.to(fp64), "torch", **options)
+    for ours, torchs, true in zip(
+        logprob_gradients(case, "triton", **options), logprob_gradients(case, "torch", **options), truth
+    ):
         allowed = (torchs.double() - true).norm() + 1e-5 * true.norm()
         if ours.dtype == bf16:
             allowed += 2**-9 * true.norm()  # which way dlogits round is a matter of luck
