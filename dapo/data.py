@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from .config import DataConfig, SourceConfig
@@ -109,25 +113,51 @@ def _why_empty(dropped: Counter[str], too_long: list[int], config: DataConfig) -
 
 
 def render_prompt(question: str | list, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a prompt: wrapped in the template, or sent through the tokenizer's chat template."""
+    """The text of a prompt as the model sees it; `data.prompt_template` is for strings only."""
     if isinstance(question, str):
         question = config.prompt_template.replace("{prompt}", question)
-        if not config.chat_template:
-            return question
-        question = [{"role": "user", "content": question}]
+    if not _templated(question, config):
+        return question if isinstance(question, str) else _contents(question)
     if tokenizer.chat_template is None:
         raise UserError(
-            "the model's tokenizer has no chat template; set data.chat_template=false and use strings"
+            "the model's tokenizer has no chat template: set data.chat_template=false, which sends message "
+            "lists as their contents"
         )
-    return tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:  # it may refuse roles and their order
+        raise UserError(
+            f"the model's chat template refuses the messages {messages!r:.200}: {error}"
+        ) from None
+
+
+def _templated(question: str | list, config: DataConfig) -> bool:
+    """Whether a prompt goes through the chat template."""
+    return not isinstance(question, str) if config.chat_template is None else config.chat_template
+
+
+def _contents(messages: list[dict]) -> str:
+    contents = [message["content"] for message in messages]
+    if not all(isinstance(content, str) for content in contents):
+        raise UserError(
+            f"data.chat_template=false needs messages whose content is a string, got {messages!r:.200}"
+        )
+    return "\n\n".join(contents)
 
 
 def tokenise(
     text: str, question: str | list, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Token ids of a rendered prompt. A chat template writes its own BOS: none is added to it."""
-    templated = config.chat_template or not isinstance(question, str)
-    return tokenizer(text, add_special_tokens=not templated)["input_ids"]
+    return tokenizer(text, add_special_tokens=not _templated(question, config))["input_ids"]
+
+
+_SAME = {
+    "seed": "the seed of the data order",
+    "prompts": "the number of training prompts",
+    "fingerprint": "the text of the training prompts",
+}
 
 
 class PromptStream:
@@ -155,3 +185,41 @@ class PromptStream:
             self._order = self._shuffled()
         self.position += 1
         return self.prompts[self._order[self.position - 1]]
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where the stream stands, as plain values for JSON: what comes next is the same after
+        `load_state_dict`."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "prompts": len(self.prompts),
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Goes to where another stream of the same prompts and seed stood. Raises `UserError` for others, and
+        then stays where it is."""
+        mine = self.state_dict()
+        missing = [key for key in mine if key not in state]
+        if missing:
+            raise UserError(f"the saved state of the prompts lacks {', '.join(missing)}")
+        for key, what in _SAME.items():
+            if state[key] != mine[key]:
+                raise UserError(
+                    f"{what} differs from the saved run's: {state[key]} there, {mine[key]} here; go on with "
+                    f"its data, tokenizer and seed"
+                )
+        epoch, position = state["epoch"], state["position"]
+        if not 0 <= position <= len(self.prompts):
+            raise UserError(f"the saved state has position {position} of {len(self.prompts)} prompts")
+        self.epoch, self.position = epoch, position
+        self._order = self._shuffled()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell the prompts, their tokens and their order from others."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(json.dumps([prompt.text, prompt.ids]).encode())
+        return digest.hexdigest()[:16]

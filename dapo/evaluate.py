@@ -1,8 +1,12 @@
-"""Held-out accuracy: avg@k and pass@k of sampled responses, and of one greedy response to each prompt."""
+"""The core of every evaluation: responses are judged while the next are generated. And the held-out
+evaluation of a training run: avg@k, pass@k and maj@k of sampled responses, and one greedy response each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -10,12 +14,79 @@ from transformers import PreTrainedTokenizerBase
 from .config import Config
 from .data import Prompt
 from .metrics import mean
-from .rewards import Scorer
+from .rewards import Scorer, Verdict
 from .rewards.scorer import contains_answer
-from .rollout import Request, RolloutEngine, SamplingParams
+from .rollout import Completion, Request, RolloutEngine, SamplingParams
+from .statistics import avg_at_k, bootstrap_interval, maj_at_k, mean_pass_at_k
 
 EVAL_NOISE = -1
 """Stands where training has its step in the noise key: every evaluation draws the same noise."""
+RIGHT = "\0right"
+"""The vote of every right response, however it writes its answer; no answer is written like this."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One response to ask for and to judge."""
+
+    prompt: Prompt
+    noise_key: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Judged:
+    text: str
+    length: int
+    """Tokens, EOS included."""
+    truncated: bool
+    verdict: Verdict
+
+    @property
+    def vote(self) -> str | None:
+        return RIGHT if self.verdict.correct else self.verdict.answer
+
+
+def respond(
+    tasks: Sequence[Task],
+    sampling: SamplingParams,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    on_judged: Callable[[int, Judged], None],
+) -> None:
+    """Generates and judges a response to each task. `on_judged(i, ...)` gets each as soon as it is judged,
+    one at a time, from another thread; what it raises is raised here. After an interrupt it is not called
+    any more, so that a verdict which the interrupt itself spoilt is not taken for one."""
+    stopped = threading.Event()
+    waiting: deque[Future] = deque()
+
+    def collect(i: int, text: str, completion: Completion, verdict: Future[Verdict]) -> None:
+        judged = Judged(
+            text=text,
+            length=len(completion.token_ids),
+            truncated=not completion.finished,
+            verdict=verdict.result(),
+        )
+        if not stopped.is_set():
+            on_judged(i, judged)
+
+    def on_completion(i: int, completion: Completion) -> None:
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        verdict = scorer.submit(text, tasks[i].prompt)
+        waiting.append(collector.submit(collect, i, text, completion, verdict))
+        while waiting and waiting[0].done():
+            waiting.popleft().result()
+
+    requests = [Request(task.prompt.ids, task.noise_key) for task in tasks]
+    with ThreadPoolExecutor(max_workers=1) as collector:
+        try:
+            engine.generate(requests, sampling, on_completion)
+            for collected in waiting:
+                collected.result()
+        except BaseException:
+            stopped.set()
+            collector.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 @dataclass(frozen=True)
@@ -23,6 +94,8 @@ class EvalResponse:
     prompt: str
     response: str
     answer: str
+    extracted: str | None
+    """The response's final answer, as it votes."""
     accuracy: int
     """1 right, 0 wrong."""
     answer_anywhere: int
@@ -41,12 +114,19 @@ class EvalResult:
     top_p: float
     accuracy: float
     """avg@k of the sampled responses."""
+    accuracy_low: float
+    accuracy_high: float
+    """95 % interval of `accuracy`, over prompts and samples."""
     pass_at_k: float
     """Share of prompts with at least one right among their k sampled responses."""
+    maj_at_k: float
+    """Share of prompts whose k sampled responses have the right answer as their most frequent one."""
     answer_anywhere: float
     greedy_accuracy: float | None
     greedy_answer_anywhere: float | None
     response_length_mean: float
+    truncated_frac: float
+    no_answer_frac: float
 
 
 def evaluate(
@@ -59,51 +139,55 @@ def evaluate(
 ) -> tuple[EvalResult, list[EvalResponse]]:
     """Samples `eval.samples_per_prompt` responses to each prompt, and a greedy one if configured."""
     settings, longest = config.eval, config.rollout.max_response_length
-    sampling = SamplingParams(longest, settings.temperature, settings.top_p)
     k = settings.samples_per_prompt
-    sampled = _respond(config, prompts, k, sampling, engine, scorer, tokenizer)
-    greedy = []
-    if settings.greedy:
-        greedy = _respond(
-            config, prompts, 1, SamplingParams(longest, temperature=0), engine, scorer, tokenizer
-        )
-    solved = [any(r.accuracy for r in sampled[i * k : (i + 1) * k]) for i in range(len(prompts))]
+
+    def ask(samples: int, sampling: SamplingParams) -> tuple[list[Judged], list[EvalResponse]]:
+        tasks = [
+            Task(prompt, (config.seed, EVAL_NOISE, prompt.index, sample))
+            for prompt in prompts
+            for sample in range(samples)
+        ]
+        judged: dict[int, Judged] = {}
+        respond(tasks, sampling, engine, scorer, tokenizer, judged.__setitem__)
+        ordered = [judged[i] for i in range(len(tasks))]
+        greedy = sampling.temperature == 0
+        return ordered, [_response(task.prompt, one, greedy) for task, one in zip(tasks, ordered)]
+
+    judged, sampled = ask(k, SamplingParams(longest, settings.temperature, settings.top_p))
+    greedy = ask(1, SamplingParams(longest, temperature=0))[1] if settings.greedy else []
+    groups = [judged[i * k : (i + 1) * k] for i in range(len(prompts))]
+    right = [[int(one.verdict.correct) for one in group] for group in groups]
+    low, high = bootstrap_interval(right)
     result = EvalResult(
         step=step,
         prompts=len(prompts),
         samples_per_prompt=k,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        accuracy=mean([r.accuracy for r in sampled]),
-        pass_at_k=mean(solved),
+        accuracy=avg_at_k(right),
+        accuracy_low=low,
+        accuracy_high=high,
+        pass_at_k=mean_pass_at_k([(k, sum(group)) for group in right], k),
+        maj_at_k=mean([maj_at_k([one.vote for one in group], RIGHT) for group in groups]),
         answer_anywhere=mean([r.answer_anywhere for r in sampled]),
         greedy_accuracy=mean([r.accuracy for r in greedy]) if greedy else None,
         greedy_answer_anywhere=mean([r.answer_anywhere for r in greedy]) if greedy else None,
         response_length_mean=mean([r.length for r in sampled]),
+        truncated_frac=mean([r.truncated for r in sampled]),
+        no_answer_frac=mean([one.vote is None for one in judged]),
     )
     return result, greedy + sampled
 
 
-def _respond(config, prompts, k, sampling, engine, scorer, tokenizer) -> list[EvalResponse]:
-    requests = [
-        Request(prompt.ids, (config.seed, EVAL_NOISE, prompt.index, sample))
-        for prompt in prompts
-        for sample in range(k)
-    ]
-    responses = []
-    for i, completion in enumerate(engine.generate(requests, sampling)):
-        prompt = prompts[i // k]
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        responses.append(
-            EvalResponse(
-                prompt=prompt.text,
-                response=text,
-                answer=prompt.row.answer,
-                accuracy=int(scorer(text, prompt).correct),
-                answer_anywhere=int(contains_answer(text, prompt.row.answer)),
-                length=len(completion.token_ids),
-                truncated=not completion.finished,
-                greedy=sampling.temperature == 0,
-            )
-        )
-    return responses
+def _response(prompt: Prompt, judged: Judged, greedy: bool) -> EvalResponse:
+    return EvalResponse(
+        prompt=prompt.text,
+        response=judged.text,
+        answer=prompt.row.answer,
+        extracted=judged.verdict.answer,
+        accuracy=int(judged.verdict.correct),
+        answer_anywhere=int(contains_answer(judged.text, prompt.row.answer)),
+        length=judged.length,
+        truncated=judged.truncated,
+        greedy=greedy,
+    )

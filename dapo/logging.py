@@ -77,6 +77,9 @@ def _rollout_rows(batch: RolloutBatch) -> Iterable[dict]:
                 "length": len(sample.completion.token_ids),
                 "truncated": not sample.completion.finished,
                 "kept": kept,
+                "overlong_penalty": sample.penalty,
+                "reward_terms": sample.verdict.terms,
+                "failure": sample.verdict.failure,
             }
 
 

@@ -19,6 +19,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     count = len(samples) or math.nan
     lengths = [len(sample.completion.token_ids) for sample in samples]
     accuracies = [group.accuracy for group in batch.sampled]
+    terms = dict.fromkeys(name for sample in samples for name in sample.verdict.terms)
     return {
         "reward_mean": sum(sample.reward for sample in samples) / count,
         "accuracy": sum(sample.verdict.correct for sample in samples) / count,
@@ -26,6 +27,10 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response_length_max": max(lengths, default=0),
         "truncated_frac": sum(not sample.completion.finished for sample in samples) / count,
         "overlong_penalty_mean": sum(sample.penalty for sample in samples) / count,
+        **{
+            f"reward_term_{name}_mean": sum(sample.verdict.terms[name] for sample in samples) / count
+            for name in terms
+        },
         "reward_failures": sum(sample.verdict.failed for sample in samples),
         "num_gen_batches": batch.num_gen_batches,
         "groups_sampled": len(batch.sampled),

@@ -58,8 +58,9 @@ class StepProgress:
 def describe_eval(result: EvalResult) -> str:
     """One line on an evaluation."""
     line = (
-        f"held-out accuracy at step {result.step}: {result.accuracy:.1%} "
-        f"({result.prompts} prompts x {result.samples_per_prompt} samples at T = {result.temperature:g}"
+        f"held-out accuracy at step {result.step}: {result.accuracy:.1%} (95 % interval "
+        f"{100 * result.accuracy_low:.1f} to {100 * result.accuracy_high:.1f}; "
+        f"{result.prompts} prompts x {result.samples_per_prompt} samples at T = {result.temperature:g}"
     )
     if result.top_p < 1:
         line += f", top_p = {result.top_p:g}"

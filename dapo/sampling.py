@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,7 @@ class Sample:
     penalty: float
     """Soft overlong punishment, at most 0."""
     reward: float
-    """Of the verdict, plus the penalty."""
+    """Of the verdict, plus the penalty and the weighted terms: what advantages are made of."""
 
 
 @dataclass(frozen=True)
@@ -120,25 +121,30 @@ class Sampler:
                 requests.append(Request(prompt.ids, (config.seed, batch.step, prompt.index, sample)))
         sampling = SamplingParams(config.rollout.max_response_length, config.rollout.temperature)
 
+        judged: dict[int, tuple[str, Future[Verdict]]] = {}
+        judging = 0.0
+
+        def judge(index: int, completion: Completion) -> None:
+            """Hands a response to the scorer while others are still being generated."""
+            nonlocal judging
+            began = time.perf_counter()
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            judged[index] = text, self.scorer.submit(text, prompts[index // size])
+            judging += time.perf_counter() - began
+
         started = time.perf_counter()
-        completions = self.engine.generate(requests, sampling)
-        batch.time_rollout_s += time.perf_counter() - started
+        completions = self.engine.generate(requests, sampling, judge)
+        generated = time.perf_counter()
+        samples = [self._sample(completion, *judged[i]) for i, completion in enumerate(completions)]
+        batch.time_rollout_s += generated - started - judging
+        batch.time_reward_s += time.perf_counter() - generated + judging
         batch.num_gen_batches += 1
+        return [Group(p, samples[i * size : (i + 1) * size], batch.step) for i, p in enumerate(prompts)]
 
-        started = time.perf_counter()
-        groups = []
-        for i, prompt in enumerate(prompts):
-            samples = [
-                self._judge(prompt, completion) for completion in completions[i * size : (i + 1) * size]
-            ]
-            groups.append(Group(prompt, samples, batch.step))
-        batch.time_reward_s += time.perf_counter() - started
-        return groups
-
-    def _judge(self, prompt: Prompt, completion: Completion) -> Sample:
-        algorithm = self.config.algorithm
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        verdict = self.scorer(text, prompt)
+    def _sample(self, completion: Completion, text: str, judged: Future[Verdict]) -> Sample:
+        """Waits for the verdict and makes the shaped reward of it."""
+        algorithm, reward = self.config.algorithm, self.config.reward
+        verdict = judged.result()
         penalty = 0.0
         if algorithm.soft_overlong_punishment:
             penalty = soft_overlong_penalty(
@@ -147,8 +153,9 @@ class Sampler:
                 algorithm.overlong_cache_length,
                 algorithm.overlong_penalty_factor,
             )
-        rule = self.config.reward.correct if verdict.correct else self.config.reward.wrong
-        return Sample(completion, text, verdict, penalty, rule + penalty)
+        rule = reward.correct if verdict.correct else reward.wrong
+        terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+        return Sample(completion, text, verdict, penalty, rule + penalty + terms)
 
     def _too_few(self, batch: RolloutBatch) -> str:
         algorithm, rollout = self.config.algorithm, self.config.rollout

@@ -44,9 +44,9 @@ class Trainer:
         verify_head(self.policy)
         self._check_length(train.prompts)
         self.engine = HFEngine(model, loaded.eos_token_ids, config.rollout.max_sequences)
-        scorer = Scorer(config.reward, train.source)
-        self.eval_scorer = Scorer(config.reward, self.held_out.source) if self.held_out else None
-        self.sampler = Sampler(config, self.stream, self.engine, scorer, self.tokenizer)
+        self.scorer = self._scorer(train)
+        self.eval_scorer = self._scorer(self.held_out) if self.held_out else None
+        self.sampler = Sampler(config, self.stream, self.engine, self.scorer, self.tokenizer)
         self.updater = Updater(config, self.policy)
         self.logger = RunLogger(config)
         self.step = 0
@@ -61,6 +61,11 @@ class Trainer:
         held_out = load_prompts("eval", self.config.data.eval, self.config.data, self.tokenizer)
         self.console.print(f"held-out data: {held_out.describe()}", soft_wrap=True)
         return held_out
+
+    def _scorer(self, prompts: PromptSet) -> Scorer:
+        scorer = Scorer(self.config.reward, prompts.source)
+        scorer.check_rows(prompts.prompts)
+        return scorer
 
     def _check_length(self, prompts: list[Prompt]) -> None:
         limit = max_positions(self.policy.model)
@@ -132,6 +137,9 @@ class Trainer:
     def close(self) -> None:
         self.logger.close()
         self.engine.close()
+        for scorer in (self.scorer, self.eval_scorer):
+            if scorer is not None:
+                scorer.close()
 
 
 def _sampled_tokens(batch: RolloutBatch) -> int:

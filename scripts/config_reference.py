@@ -6,6 +6,7 @@ python scripts/config_reference.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -31,7 +32,8 @@ def _section(section: type[BaseModel], prefix: str) -> list[str]:
     for name, field in section.model_fields.items():
         nested = _nested(field)
         if nested:
-            inner.append((prefix + name, nested, field))
+            named = ".NAME" if get_origin(field.annotation) is dict else ""
+            inner.append((prefix + name + named, nested, field))
         else:
             meaning = " ".join((field.description or "").split())
             rows.append(f"| `{prefix}{name}` | {_type(field)} | {_default(field)} | {meaning} |\n")

@@ -50,7 +50,10 @@ def complaint(tmp_path, tiny_model_dir, capsys):
         (["seed"], ["override 'seed' must be section.key=value"]),
         (["rollout.group_size=1"], ["rollout.group_size", "greater than or equal to 2, got 1"]),
         (["data.train.source={}/none.jsonl"], ["data file {}/none.jsonl not found"]),
-        (["data.train.source={}/prompts.csv"], ["must be reasoning_gym:TASK or a path ending in .jsonl"]),
+        (
+            ["data.train.source={}/prompts.txt"],
+            ["must be reasoning_gym:TASK, hub:OWNER/NAME or a path ending in .jsonl"],
+        ),
         (
             ["data.train.answer_column=gold"],
             ["row 1 has no column 'gold': set answer_column to one of: prompt"],

@@ -41,7 +41,10 @@ def test_defaults_are_the_papers(load):
     assert (config.run_dir, config.seed, config.model.dtype) == ("r", 0, "float32")
     assert (config.data.prompt_template, config.data.eval) == ("{prompt}", None)
     assert (config.data.train.prompt_column, config.data.train.answer_column) == ("prompt", "answer")
-    assert config.reward.model_dump() == {"answer_pattern": None, "correct": 1.0, "wrong": -1.0}
+    assert config.reward.model_dump() == {
+        **{"mode": None, "answer_pattern": None, "correct": 1.0, "wrong": -1.0},
+        **{"time_limit": 5.0, "memory_limit_mb": 1024, "workers": None, "terms": {}},
+    }
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
     assert (rollout.prompts_per_step, rollout.group_size, rollout.temperature) == (512, 16, 1.0)
     assert (rollout.max_response_length, algorithm.overlong_cache_length) == (20480, 4096)
@@ -102,7 +105,8 @@ def test_every_form_of_override(load):
     assert (config.algorithm.dual_clip, config.algorithm.overlong_cache_length) == (10.0, 5)
     assert config.data.train.task == {"min_terms": 2, "operators": ["+", "-"]}
     assert (config.data.train.limit, config.data.eval.source) == (None, "held_out.jsonl")
-    assert config.reward.model_dump() == {"answer_pattern": r"\d+", "correct": 2.0, "wrong": 0.0}
+    reward = config.reward
+    assert (reward.answer_pattern, reward.correct, reward.wrong) == (r"\d+", 2.0, 0.0)
     assert (config.data.prompt_template, config.rollout.group_size) == ("Q: {prompt}", 8)
 
 

@@ -1,4 +1,4 @@
-"""Prompts in, verdicts out: sources, templates, filters, epochs, scoring."""
+"""Prompts in: sources, templates, filters, epochs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import pytest
 from tiny import BOS, write_jsonl
 from transformers import AutoTokenizer
 
-from dapo.config import DataConfig, RewardConfig, SourceConfig
+from dapo.config import DataConfig, SourceConfig
 from dapo.data import Prompt, PromptStream, load_prompts
 from dapo.errors import UserError
-from dapo.rewards import Scorer, Verdict
-from dapo.rewards.scorer import contains_answer
 from dapo.sources import Row, open_source
 
 
@@ -101,6 +99,41 @@ def test_one_bos_whoever_writes_it(load, chat):
     ]
 
 
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+
+
+@pytest.mark.parametrize(
+    "chat_template, string, messages",
+    [
+        (None, "Q 2+2", "<bos>[system]Be brief.[user]1+1[assistant]"),
+        (True, "<bos>[user]Q 2+2[assistant]", "<bos>[system]Be brief.[user]1+1[assistant]"),
+        (False, "Q 2+2", "Be brief.\n\n1+1"),
+    ],
+)
+def test_chat_template_for_strings_and_messages(load, chat, chat_template, string, messages):
+    rows = [{"prompt": prompt, "answer": ""} for prompt in ("2+2", MESSAGES)]
+    loaded = load(rows, chat, prompt_template="Q {prompt}", chat_template=chat_template)
+    assert texts(loaded) == [string, messages]
+    for prompt in loaded.prompts:
+        assert prompt.ids[0] == BOS and prompt.ids.count(BOS) == 1
+        assert chat.decode(prompt.ids).removeprefix("<bos>") == prompt.text.removeprefix("<bos>")
+
+
+def test_messages_without_a_chat_template(load, plain, chat, monkeypatch):
+    rows = [{"prompt": MESSAGES, "answer": ""}]
+    for choice in (None, True):
+        with pytest.raises(UserError, match=r"has no chat template: set data\.chat_template=false"):
+            load(rows, plain, chat_template=choice)
+    (prompt,) = load(rows, plain, chat_template=False).prompts
+    assert prompt.ids == plain("Be brief.\n\n1+1")["input_ids"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
+    with pytest.raises(UserError, match=r"chat_template=false needs messages whose content is a string"):
+        load([{"prompt": parts, "answer": ""}], plain, chat_template=False)
+    monkeypatch.setattr(chat, "chat_template", "{{ raise_exception('no system role') }}")
+    with pytest.raises(UserError, match=r"chat template refuses the messages .*: no system role"):
+        load(rows, chat)
+
+
 def test_too_long_is_dropped_and_counted_never_cut(load, plain):
     """T10: the limit itself still fits, and counts tokens of the rendered prompt."""
     rows = ["1", "1" * 7, "1" * 5, "1" * 6, "1" * 50]
@@ -156,54 +189,64 @@ def test_epochs_are_permutations_that_differ_and_repeat_with_the_seed():
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-class Equal:
-    """A source whose answers are right when equal, and which fails on some."""
-
-    def is_correct(self, answer: str, row: Row) -> bool:
-        if answer in ("boom", "0"):
-            raise {"boom": RuntimeError, "0": ZeroDivisionError}[answer]("out of order")
-        return answer == row.answer
+def prompts_of(count: int, word: str = "p") -> list[Prompt]:
+    return [Prompt(i, f"{word}{i}", [i, 7], Row("", "", {})) for i in range(count)]
 
 
-def judge(pattern: str | None, response: str, answer: str = "34") -> Verdict:
-    prompt = Prompt(7, "q", [3], Row("q", answer, {}))
-    return Scorer(RewardConfig(answer_pattern=pattern), Equal())(response, prompt)
+@pytest.mark.parametrize("served", [0, 1, 7, 19, 20, 21, 33, 40, 59])
+def test_stream_goes_on_where_it_stopped(served):
+    """20 prompts an epoch: stops before the first, within an epoch, at its end and after it."""
+    whole = PromptStream(prompts_of(20), seed=5)
+    whole.take(served)
+    state = json.loads(json.dumps(whole.state_dict()))
+    assert whole.state_dict() == state  # plain values
+    again = PromptStream(prompts_of(20), seed=5)
+    again.take(3)  # wherever it stands
+    again.load_state_dict(state)
+    assert (again.epoch, again.position) == (whole.epoch, whole.position)
+    for _ in range(20):  # three epochs, in batches that do not divide them
+        assert again.take(3) == whole.take(3)
+        assert again.epoch == whole.epoch and again.state_dict() == whole.state_dict()
+    assert again.epoch == (served + 60 - 1) // 20
 
 
 @pytest.mark.parametrize(
-    "pattern, response, correct",
+    "other, complaint",
     [
-        (None, " 34\n", True),
-        (None, "Answer: 34", False),
-        (r"-?\d+", "12 and then 34.", True),
-        (r"-?\d+", "34 and then 12", False),  # the last one counts
-        (r"-?\d+", "-34", False),
-        (r"-?\d+", "none", False),
-        (r"Answer: (\d+)", "Answer: 12\nAnswer: 34\n35", True),  # group 1, not the match
-        (r"(\d+) of (\d+)", "34 of 99", True),  # the first group
-        (r"(?:a(\d))|b", "b", False),  # a group that took no part is an empty answer
-        (r"(?s)<a>(.*?)</a>", "<a>1</a><a>\n34\n</a>", True),
+        (
+            PromptStream(prompts_of(4), seed=6),
+            "the seed of the data order differs from the saved run's: 6 there, 5",
+        ),
+        (
+            PromptStream(prompts_of(5), seed=5),
+            "the number of training prompts differs from the saved run's: 5 there, 4",
+        ),
+        (PromptStream(prompts_of(4, "q"), seed=5), "the text of the training prompts differs"),
+        (PromptStream(prompts_of(4)[::-1], seed=5), "the text of the training prompts differs"),
     ],
 )
-def test_answer_is_the_last_match(pattern, response, correct):
-    assert judge(pattern, response) == Verdict(correct=correct, failed=False)
+def test_stream_of_other_prompts_is_refused(other, complaint):
+    stream = PromptStream(prompts_of(4), seed=5)
+    stream.take(6)
+    before = stream.state_dict()
+    with pytest.raises(UserError, match=complaint):
+        stream.load_state_dict(other.state_dict())
+    assert stream.state_dict() == before
 
 
-@pytest.mark.parametrize("response", ["boom", "0"])
-def test_scorer_that_raises_counts_as_wrong_and_is_logged(caplog, response):
-    """T14. Training goes on: the next response is judged as ever."""
-    assert judge(None, response, answer=response) == Verdict(correct=False, failed=True)
-    assert f"prompt 7, response '{response}': out of order" in caplog.text
-    assert judge(None, "34") == Verdict(correct=True)
-
-
-def test_reasoning_gym_partial_credit_is_not_correct():
-    source = open_source(SourceConfig(source="reasoning_gym:basic_arithmetic", task={"seed": 3, "size": 5}))
-    row = next(source.rows())
-    assert 0 < source.dataset.score_answer(f"It is {row.answer}, yes.", row.entry) < 1
-    assert source.is_correct(row.answer, row)
-    assert not source.is_correct(f"It is {row.answer}, yes.", row)
-    assert not source.is_correct(str(int(row.answer) + 1), row)
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"position": 5}, "has position 5 of 4 prompts"),
+        ({"position": -1}, "has position -1 of 4 prompts"),
+        ({"seed": ...}, "lacks seed"),
+    ],
+)
+def test_damaged_state_is_refused(change, complaint):
+    stream = PromptStream(prompts_of(4), seed=5)
+    state = {key: value for key, value in (stream.state_dict() | change).items() if value is not ...}
+    with pytest.raises(UserError, match=complaint):
+        stream.load_state_dict(state)
 
 
 def test_reasoning_gym_options_and_their_seed():
@@ -215,41 +258,6 @@ def test_reasoning_gym_options_and_their_seed():
 
     assert len(questions()) == 4 and all(question.count("+") == 1 for question in questions())
     assert questions() == questions(seed=0) != questions(seed=1)  # no seed is not a random one
-
-
-@pytest.mark.parametrize("answer", ["34", " 34 ", "34\n"])
-def test_file_answers_are_compared_whole(load, plain, answer):
-    prompts = load([{"prompt": "a", "answer": answer}], plain)
-    scorer = Scorer(RewardConfig(answer_pattern=r"\S+$"), prompts.source)
-    assert [scorer(text, prompts.prompts[0]).correct for text in ("so 34", "so 134", "3")] == [
-        True,
-        False,
-        False,
-    ]
-
-
-@pytest.mark.parametrize(
-    "response, answer, found",
-    [
-        ("34", "34", True),
-        ("it is 34.", "34", True),
-        ("34 = 34.", " 34\n", True),
-        ("134", "34", False),
-        ("345", "34", False),
-        ("34.5", "34", False),
-        ("34,000", "34", False),
-        ("1.34", "34", False),
-        ("-34", "34", False),
-        ("−34", "34", False),
-        ("x34 34x _34", "34", False),
-        ("cats", "cat", False),
-        (r"\frac{1}{2}!", r"\frac{1}{2}", True),
-        ("1 2", "1.2", False),
-        ("", "34", False),
-    ],
-)
-def test_contains_answer_as_a_word_of_its_own(response, answer, found):
-    assert contains_answer(response, answer) is found
 
 
 def test_aime(request, chat):

@@ -103,6 +103,36 @@ def test_neither_order_nor_batch_nor_neighbours_matter(eos_model, max_sequences)
     assert engine.generate([], SAMPLING) == []
 
 
+@pytest.mark.parametrize("max_sequences, parts", [(8, [8, 8, 4]), (64, [20])])
+def test_completions_are_handed_over_part_by_part(model, monkeypatch, max_sequences, parts):
+    """Each request once, before the next part is generated, with what `generate` returns for it."""
+    seen, seen_before = {}, []
+    generate_batch = HFEngine._generate_batch
+
+    def spy(self, requests, sampling):
+        seen_before.append(len(seen))
+        return generate_batch(self, requests, sampling)
+
+    def on_completion(i, completion):
+        assert i not in seen
+        seen[i] = completion
+
+    monkeypatch.setattr(HFEngine, "_generate_batch", spy)
+    completions = HFEngine(model, [EOS], max_sequences).generate(REQUESTS, SAMPLING, on_completion)
+    assert [seen[i] for i in range(len(REQUESTS))] == completions
+    assert seen_before == [sum(parts[:i]) for i in range(len(parts))]
+
+
+def test_what_the_receiver_raises_ends_the_generation(model):
+    def full_disk(i, completion):
+        raise OSError("full")
+
+    model.train()
+    with pytest.raises(OSError, match="full"):
+        HFEngine(model, [EOS], 8).generate(REQUESTS, SAMPLING, full_disk)
+    assert model.training and model.generation_config.to_dict().items() >= GENERATION_DEFAULTS.items()
+
+
 def test_noise_depends_on_the_key_only(model):
     requests = [Request([9, 12], (0, step, 4, sample)) for step in (1, 2) for sample in range(10)]
     completions = HFEngine(model, [EOS], 64).generate(requests + requests, SAMPLING)

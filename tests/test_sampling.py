@@ -3,21 +3,21 @@ metrics of what it answered."""
 
 from __future__ import annotations
 
-import logging
 import math
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 
 import pytest
 from tiny import tiny_values
 
-from dapo.config import Config, RewardConfig
+from dapo.config import Config
 from dapo.data import Prompt
 from dapo.errors import TrainingStopped
 from dapo.metrics import rollout_metrics
-from dapo.rewards import Scorer, Verdict
+from dapo.rewards import Verdict
 from dapo.rollout import Completion, SamplingParams
 from dapo.sampling import Sampler
-from dapo.sources import Row
 
 R, W = "R", "W"
 MIXED, RIGHT, WRONG = [R, W], [R, R], [W, W]
@@ -30,11 +30,14 @@ class ScriptedEngine:
     def __init__(self, script: dict[int, list[str]]) -> None:
         self.script, self.batches = script, []
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, on_completion=None):
         self.batches.append(list(requests))
         self.sampling = sampling
         assert len(self.batches) <= CAP, "spinning"
-        return [self.complete(request, sampling) for request in requests]
+        completions = [self.complete(request, sampling) for request in requests]
+        for i in reversed(range(len(requests))):  # engines finish in an order of their own
+            on_completion(i, completions[i])
+        return completions
 
     def complete(self, request, sampling):
         responses = self.script[request.prompt_ids[0]]
@@ -74,21 +77,30 @@ class Text:
         return "".join(map(chr, token_ids))
 
 
-def begins_with_r(text: str, prompt: Prompt) -> Verdict:
-    return Verdict(text[0] == R)
+class BeginsWithR:
+    """Right is what begins with R. Judges in threads of its own, the first response last."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(8)
+
+    def submit(self, text: str, prompt: Prompt) -> Future[Verdict]:
+        return self.threads.submit(self.judge, text)
+
+    def judge(self, text: str) -> Verdict:
+        return Verdict(text[0] == R)
 
 
 @pytest.fixture
 def make(tmp_path):
     """A sampler over scripts, by default of 2 groups a step, 3 a generation batch, 2 responses a group."""
 
-    def build(scripts: list[list[str]], scorer=begins_with_r, **overrides) -> Sampler:
+    def build(scripts: list[list[str]], scorer=None, **overrides) -> Sampler:
         rollout = {"prompts_per_step": 2, "prompts_per_generation": 3, "group_size": 2}
         values = {f"rollout.{key}": value for key, value in rollout.items()}
         values |= {"rollout.max_response_length": 8, "algorithm.overlong_cache_length": 4}
         config = Config.model_validate(tiny_values(tmp_path, tmp_path, **values | overrides))
         script = dict(enumerate(scripts))
-        return Sampler(config, InOrder(script), ScriptedEngine(script), scorer, Text)
+        return Sampler(config, InOrder(script), ScriptedEngine(script), scorer or BeginsWithR(), Text)
 
     return build
 
@@ -257,18 +269,52 @@ def test_metrics_are_over_all_sampled_groups(make) -> None:
     }
 
 
-def test_a_scorer_that_raises_counts_as_wrong_and_is_counted(make, caplog) -> None:
-    class Source:
-        def is_correct(self, answer: str, row: Row) -> bool:
-            if answer == "RX":
-                raise ZeroDivisionError("no such answer")
-            return answer[0] == R
+def test_responses_are_judged_while_others_are_generated(make) -> None:
+    """A verdict that only the end of generation lets through would wait for ever for it."""
+    judged = threading.Event()
 
-    sampler = make([["RX", R], ["RX", W], MIXED], scorer=Scorer(RewardConfig(), Source()))
-    with caplog.at_level(logging.WARNING):
-        batch = sampler.fill(1)
+    class Impatient(BeginsWithR):
+        def judge(self, text: str) -> Verdict:
+            judged.set()
+            return super().judge(text)
+
+    class Patient(ScriptedEngine):
+        def generate(self, requests, sampling, on_completion=None):
+            completions = [self.complete(request, sampling) for request in requests]
+            on_completion(0, completions[0])
+            assert judged.wait(10), "nothing is judged before the last response is there"
+            for i, completion in enumerate(completions[1:], start=1):
+                on_completion(i, completion)
+            return completions
+
+    sampler = make([MIXED], scorer=Impatient())
+    sampler.engine = Patient(sampler.engine.script)
+    assert [sample.text for sample in sampler.fill(1).groups[0].samples] == MIXED
+
+
+def test_terms_shape_the_reward_and_leave_the_filter_alone(make) -> None:
+    class WithTerms(BeginsWithR):
+        def judge(self, text: str) -> Verdict:
+            return Verdict(text[0] == R, terms={"length": float(len(text)), "half": 0.5})
+
+    terms = {"length": {"function": "any:thing", "weight": 0.25}, "half": {"function": "any:thing"}}
+    batch = make([[R, "RRRR"], MIXED], scorer=WithTerms(), **{"reward.terms": terms}).fill(1)
+    samples = batch.groups[0].samples, batch.sampled[0].samples
+    assert [sample.reward for sample in samples[0]] == [1.75, -0.25]
+    assert [sample.reward for sample in samples[1]] == [1.75, 2.5] and not batch.qualified[0]
+    metrics = rollout_metrics(batch)
+    lengths = [len(sample.text) for group in batch.sampled for sample in group.samples]
+    assert metrics["reward_term_length_mean"] == sum(lengths) / len(lengths)
+    assert metrics["reward_term_half_mean"] == 0.5 and metrics["accuracy"] == 0.75
+
+
+def test_a_scorer_that_cannot_judge_counts_as_wrong_and_is_counted(make) -> None:
+    class Failing(BeginsWithR):
+        def judge(self, text: str) -> Verdict:
+            return Verdict(False, failure="no such answer") if text == "RX" else super().judge(text)
+
+    batch = make([["RX", R], ["RX", W], MIXED], scorer=Failing()).fill(1)
     assert batch.qualified == [True, False, True]
-    assert batch.sampled[0].samples[0].verdict == Verdict(correct=False, failed=True)
+    assert batch.sampled[0].samples[0].verdict == Verdict(correct=False, failure="no such answer")
     assert batch.sampled[0].samples[0].reward == -1
     assert rollout_metrics(batch)["reward_failures"] == 2
-    assert caplog.messages[0] == "the scorer failed on prompt 100, response 'RX': no such answer"

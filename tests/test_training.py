@@ -97,6 +97,7 @@ def test_rollouts_hold_what_the_metrics_sum_up(run: Path) -> None:
         rows = strict_rows(run / "rollouts" / f"step_{metrics['step']:06d}.jsonl")
         assert len(rows) == metrics["groups_sampled"] * 4
         keys = ["prompt", "response", "answer", "reward", "accuracy", "length", "truncated", "kept"]
+        keys += ["overlong_penalty", "reward_terms", "failure"]
         assert all(list(row) == keys for row in rows)
         groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
         assert all(len({row["prompt"] for row in group}) == 1 for group in groups)
@@ -106,6 +107,7 @@ def test_rollouts_hold_what_the_metrics_sum_up(run: Path) -> None:
             penalty = -max(row["length"] - 3, 0) / 2
             assert row["accuracy"] == any(character.isdigit() for character in row["response"])
             assert row["reward"] == (1 if row["accuracy"] else -1) + penalty
+            assert (row["overlong_penalty"], row["reward_terms"], row["failure"]) == (penalty, {}, None)
             assert row["length"] <= 5 and (row["length"] == 5 or not row["truncated"])
         for key, name in (
             ("reward", "reward_mean"),
@@ -210,7 +212,8 @@ def test_a_learnable_task_is_learnt_with_every_technique_on(tmp_path: Path, tiny
     """The last digit of a response must be 7: about 1 in 17 responses at first."""
     rows = [{"prompt": f"{a}{b}=", "answer": "7"} for a in "abcd" for b in "xy"]
     task = {"data.train": {"source": str(write_jsonl(tmp_path / "seven.jsonl", rows))}}
-    task |= {"reward": {"answer_pattern": r"\d"}, "optimizer": {"learning_rate": 5e-3, "warmup_steps": 2}}
+    task |= {"reward": {"mode": "exact", "answer_pattern": r"\d"}}
+    task |= {"optimizer": {"learning_rate": 5e-3, "warmup_steps": 2}}
     sizes = {"prompts_per_step": 8, "prompts_per_generation": 16, "group_size": 16, "max_response_length": 6}
     task |= {f"rollout.{key}": value for key, value in sizes.items()}
     task |= {

@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 # A response that holds a digit is right: about a third of the tiny model's are, so most groups have a signal.
-ANY_DIGIT = {"answer_pattern": r"\d()"}
+ANY_DIGIT = {"mode": "exact", "answer_pattern": r"\d()", "workers": 1}
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": ""} for a in range(4) for b in range(2)]
 
 

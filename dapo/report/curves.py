@@ -72,6 +72,14 @@ def draw_line(ax: Axes, line: Line, label: str, x: np.ndarray, y: np.ndarray) ->
         ax.plot(x, smooth(y), style, color=line.color, lw=1.7, label=label)
 
 
+def draw_intervals(ax: Axes, line: Line, evals: Rows) -> None:
+    """An upright bar over each held-out point, where the evaluation says how uncertain it is."""
+    steps = np.array([row["step"] for row in evals], dtype=float)
+    low, high = column(evals, f"{line.key}_low"), column(evals, f"{line.key}_high")
+    found = np.isfinite(low + high)
+    ax.vlines(steps[found], low[found], high[found], color=line.color, lw=1, alpha=0.6)
+
+
 def draw_stack(ax: Axes, lines: Sequence[Line], metrics: Rows) -> None:
     """One filled band per line, stacked; long runs are averaged into at most 300 bars."""
     steps = np.array([row["step"] for row in metrics], dtype=float)
@@ -115,6 +123,8 @@ def draw_chart(ax: Axes, chart: Chart, metrics: Rows, evals: Rows) -> None:
             for line in own:
                 label = f"{line.label} (right axis)" if axis is not ax else line.label
                 draw_line(axis, line, label, *points(line, metrics, evals))
+                if line.held_out:
+                    draw_intervals(axis, line, evals)
         scale_axis(axis, unit, chart.percent)
     axes[-1][0].grid(len(axes) == 1)  # two grids at once cannot be read
     steps = [row["step"] for row in (*metrics, *evals)]
@@ -132,10 +142,15 @@ def chart_svg(chart: Chart, metrics: Rows, evals: Rows) -> str:
     with matplotlib.rc_context({**STYLE, "svg.fonttype": "none"}):
         figure = Figure(figsize=(8.5 if chart.wide else 4.1, 2.6), layout="constrained")
         draw_chart(figure.add_subplot(), chart, metrics, evals)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        return figure_svg(figure, f"{chart.title} by step")
+
+
+def figure_svg(figure: Figure, label: str) -> str:
+    """A figure as an <svg> element; `label` is for those who cannot see it. Call it in the figure's style."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{chart.title} by step" ', 1)
+    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
     # Nobody refers to the ids of groups, and they repeat from chart to chart.
     return re.sub(r' id="\w+_\d+"', "", svg)
 

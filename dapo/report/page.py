@@ -31,7 +31,10 @@ EVALUATION_ROWS = (
     ("answer_anywhere", "Right answer anywhere, sampled", True),
     ("greedy_answer_anywhere", "Right answer anywhere, greedy", True),
     ("pass_at_k", "pass@k", True),
+    ("maj_at_k", "maj@k", True),
     ("response_length_mean", "Mean response length, tokens", False),
+    ("truncated_frac", "Cut at the limit", True),
+    ("no_answer_frac", "Without an answer", True),
 )
 
 
@@ -41,7 +44,7 @@ def write_report(run: Path) -> Path:
     metrics = read_metrics(run)
     evals = read_evals(run, metrics)
     config = run / "config.yaml"
-    page = load_template().render(
+    page = load_template("page.html.jinja").render(
         name=run.resolve().name,
         tiles=[accuracy_tile(evals), *run_tiles(metrics)],
         notes=warnings(metrics),
@@ -79,7 +82,7 @@ def about_run(config: Path) -> str:
         return ""
 
 
-def load_template() -> Template:
+def load_template(name: str) -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -88,7 +91,7 @@ def load_template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 def percent(x: float) -> str:
@@ -218,8 +221,16 @@ def evaluation_table(evals: Rows) -> dict | None:
         unit = "points" if share else "tokens"
         shown += [] if len(ends) < 2 else ["–" if math.isnan(change) else f"{signed(change)} {unit}"]
         rows.append((name.replace("@k", f"@{ends[-1].get('samples_per_prompt') or 'k'}"), shown))
+        if key == "accuracy" and any(map(interval, ends)):
+            rows.append(("95% interval", [*(interval(row) or "–" for row in ends), *[""] * (len(ends) - 1)]))
     settings = list(dict.fromkeys(filter(None, map(evaluation_settings, ends))))
     return {"steps": [row["step"] for row in ends], "rows": rows, "settings": settings}
+
+
+def interval(row: dict) -> str:
+    """The interval of an evaluation's accuracy, "" where it has none."""
+    low, high = number(row.get("accuracy_low")), number(row.get("accuracy_high"))
+    return "" if math.isnan(low + high) else f"{100 * low:.1f} – {percent(high)}"
 
 
 def evaluation_settings(row: dict) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,9 +41,23 @@ class Completion:
     """False: cut at `max_new_tokens`."""
 
 
+OnCompletion = Callable[[int, Completion], None]
+"""Called with a request's position and its completion, from the thread that called `generate`."""
+
+
 class RolloutEngine(Protocol):
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in order."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
+        """One completion for each request, in order.
+
+        Args:
+            on_completion: called once for each request, in any order, as soon as its completion is there:
+                what it starts goes on beside the generation of the rest. What it raises ends the generation.
+        """
         ...
 
     def sync_weights(self) -> None:

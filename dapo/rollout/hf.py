@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .base import Completion, Request, SamplingParams
+from .base import Completion, OnCompletion, Request, SamplingParams
 
 
 class HFEngine:
@@ -38,8 +38,14 @@ class HFEngine:
         )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """One completion for each request, in order; prompts of like length are generated together."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
+        """One completion for each request, in order; prompts of like length are generated together, and
+        `on_completion` is called after each part of `max_sequences`."""
         order = sorted(
             range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids)
         )
@@ -53,6 +59,8 @@ class HFEngine:
                 part = order[start : start + self.max_sequences]
                 batch = self._generate_batch([requests[i] for i in part], sampling)
                 completions.update(zip(part, batch))
+                for i in part if on_completion else ():
+                    on_completion(i, completions[i])
         finally:
             self.model.train(training)
             self.model.generation_config = defaults

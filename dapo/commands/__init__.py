@@ -1,0 +1,1 @@
+"""The commands of `dapo`, one a file: `add` describes its arguments, `run` does the work."""

@@ -1,0 +1,63 @@
+"""What the commands share: one-line complaints, a console that survives its reader, orderly stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised where the program happens to be, as KeyboardInterrupt is."""
+
+
+def complain(message: str, code: int) -> int:
+    """Prints one line to stderr and returns `code`."""
+    print(f"dapo: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def stoppable(work: Callable[[], int], stopped: Callable[[str, int], int], close: Callable[[], None]) -> int:
+    """Runs `work` and returns its exit code. On Ctrl-C or SIGTERM returns what `stopped` does, given
+    "interrupted" and 130, or "terminated" and 143. `close` runs in any case."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        return work()
+    except (KeyboardInterrupt, Terminated) as stop:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not tear the goodbye
+            signal.signal(number, signal.SIG_IGN)
+        interrupted = isinstance(stop, KeyboardInterrupt)
+        return stopped(*(("interrupted", 130) if interrupted else ("terminated", 143)))
+    finally:
+        close()
+
+
+def _raise_terminated(signum: int, frame: object) -> None:
+    raise Terminated
+
+
+def open_console() -> Console:
+    """Where a run speaks; warnings go there too, so that they do not tear the progress bar."""
+    import logging
+
+    from rich.console import Console
+    from rich.logging import RichHandler
+    from transformers.utils import logging as transformers_logging
+
+    class RunConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Whoever read the output (`| head`) has left: go on in silence."""
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = RunConsole(markup=False, emoji=False, highlight=False)  # paths and responses as they are
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    transformers_logging.disable_progress_bar()
+    return console
