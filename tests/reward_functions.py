@@ -4,16 +4,37 @@ processes."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from dapo.rewards import register_mode
+from dapo.rewards.channel import HEADER
 
 NOT_A_FUNCTION = 3
+
+
+class Odd:
+    def __float__(self):
+        raise ZeroDivisionError
+
+
+class Slow:
+    def __float__(self):
+        time.sleep(600)
+
+
+def write_to_the_channel(message: bytes) -> None:
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, message)
 
 
 def behave(response: str, answer: str):
@@ -40,6 +61,22 @@ def behave(response: str, answer: str):
             return behave("recurse", answer)
         case "unpicklable":
             return lambda: 0
+        case "huge number":
+            return 10**400
+        case "odd number":
+            return Odd()
+        case "slow number":
+            return Slow()
+        case "nan":
+            return float("nan")
+        case "garble":
+            write_to_the_channel(b"garbage" * 100)
+        case "forge":
+            message = json.dumps({"call": 0, "state": "done", "value": 1.0}).encode()
+            write_to_the_channel(HEADER.pack(len(message)) + message)
+            return 0
+        case "fork":
+            os.fork()
         case "text":
             return "yes"
         case "half":

@@ -116,7 +116,7 @@ def test_custom_functions(make):
     assert make(mode="reward_functions:has_level")("3", prompt(level=3)).correct  # sees the row
     assert verify("34", "34", "reward_functions:behave")
     verdict = make(mode="reward_functions:behave")("text", prompt())
-    assert verdict.failure == "the scorer returned 'yes' (str); it must be a bool or a number"
+    assert verdict.failure == "returned a str; it must be a bool or a number"
     verdict = make(mode="reward_functions:behave")("half", prompt())
     assert not verdict.correct and not verdict.failed  # right is 1, no less
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import verdict_cases
 
 from dapo.rewards import answer_key, mode_names, verify
 from dapo.rewards.math_mode import quick
@@ -34,7 +35,7 @@ FINAL_ANSWER = [
     ("34", r"\boxed{34}", True),
     ("34", r"So $m+n = \boxed{34}$.", True),
     ("34", r"\fbox{34}", True),
-    ("34", r"\boxed{35}, no: \boxed{34}", True),
+    ("34", "\\boxed{35}, but no:\nso it is \\boxed{34}", True),
     ("34", r"Answer: $\boxed{34}$", True),
     ("34", "Answer: 34<|im_end|>", True),
     ("34", "Answer: 34<|im_end|>\n<|im_start|>user\nAnswer: 35", True),
@@ -124,7 +125,10 @@ VALUES = [
     ("34", "Answer: 34%", True),
     ("0.34", "Answer: 34%", True),
     ("34", r"Answer: \$34", True),
-    ("34", r"Answer: $2 \cdot 17$", True),
+    ("34", r"Answer: $2 \cdot 17$", False),  # it may be the question
+    ("34", r"Answer: \frac{68}{2}", False),
+    ("1024", r"Answer: 2^{10}", False),
+    ("3400", r"Answer: 3.4 \times 10^3", True),
     ("34", "Answer: ٣٤", False),
     (r"2\sqrt{3}", r"Answer: $\sqrt{12}$", True),
     (r"2\sqrt{3}", r"Answer: $\sqrt{13}$", False),
@@ -143,6 +147,21 @@ VALUES = [
 
 @pytest.mark.parametrize("answer, response, right", FINAL_ANSWER + ONE_ANSWER + VALUES)
 def test_math(answer, response, right):
+    assert verify(response, answer) is right
+
+
+@pytest.mark.parametrize("response", verdict_cases.WRONG)
+def test_math_is_not_talked_into_it(response):
+    assert verify(response, "34") is False
+
+
+@pytest.mark.parametrize("response", verdict_cases.RIGHT)
+def test_math_reads_what_a_person_reads(response):
+    assert verify(response, "34") is True and verify(response, "35") is False
+
+
+@pytest.mark.parametrize("answer, response, right", verdict_cases.OTHER_ANSWERS)
+def test_math_on_other_answers(answer, response, right):
     assert verify(response, answer) is right
 
 
@@ -186,16 +205,16 @@ def test_hostile_responses_are_wrong_in_no_time(name, mode):
 def test_what_hangs_is_wrong_and_logged(caplog):
     hangs = "Answer: " + "(" * 5 + "1!" + ")!" * 5 + " + 99999!!"
     started = time.monotonic()
-    assert verify(hangs, "34", time_limit=2.0) is False
+    assert verify(hangs, r"\sqrt{2}", time_limit=2.0) is False
     assert time.monotonic() - started < 3
-    assert verify(r"Answer: $2\cdot 17$", "34", time_limit=2.0)
+    assert verify(r"Answer: $\sqrt{12}$", r"2\sqrt{3}", time_limit=2.0)
     assert "no verdict" in caplog.text and "it counts as wrong" in caplog.text
 
 
 def test_a_poisoned_batch_leaves_no_one_waiting():
     """From threads, all at once, with good responses among the bad."""
     batch = [(text, "35", False) for text in HOSTILE.values()] * 3
-    batch += [(f"Answer: ${n} \\cdot 2$", str(2 * n), True) for n in range(40)]
+    batch += [(f"Answer: $\\sqrt{{{4 * n}}}$", f"2\\sqrt{{{n}}}", True) for n in range(2, 42)]
     random.Random(0).shuffle(batch)
     found: list[bool | None] = [None] * len(batch)
 
@@ -303,6 +322,16 @@ def test_math_dapo_strict_box(answer, response, right):
 )
 def test_gsm8k(answer, response, right):
     assert verify(response, answer, "gsm8k") is right
+
+
+@pytest.mark.parametrize("response", verdict_cases.GSM8K_WRONG)
+def test_gsm8k_is_not_talked_into_it(response):
+    assert verify(response, "34", "gsm8k") is False
+
+
+@pytest.mark.parametrize("response", verdict_cases.GSM8K_RIGHT)
+def test_gsm8k_reads_what_a_person_reads(response):
+    assert verify(response, "34", "gsm8k") is True
 
 
 def test_reasoning_gym_without_a_row_compares():

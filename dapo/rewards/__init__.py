@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import logging
+import math
 
 from . import judging
 from .judging import Limits
@@ -31,8 +32,12 @@ def verify(response: str, answer: str, mode: str = "math", *, time_limit: float 
         time_limit: seconds.
 
     Raises:
-        ValueError: when there is no such mode, or its function cannot be imported.
+        ValueError: when there is no such mode, its function cannot be imported, or `time_limit` is not a
+        positive
+            number.
     """
+    if not 0 < time_limit < math.inf:
+        raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
     found = find_mode(mode)
     verdict = judging.submit(found, _text(response), _text(answer), None, None, Limits(time_limit)).result()
     if verdict.failed:
@@ -51,4 +56,9 @@ def answer_key(response: str, mode: str = "math") -> str | None:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
+    if isinstance(value, str):
+        return value
+    try:
+        return "" if value is None else str(value)
+    except Exception:  # a number of too many digits, an object that cannot be shown
+        return ""

@@ -94,14 +94,7 @@ def _verdict(done: Future[Outcome]) -> Verdict:
     outcome = done.result()
     if outcome.failure is not None:
         return Verdict(False, failure=outcome.failure)
-    value, answer = outcome.value
-    try:
-        return Verdict(float(value) == 1.0, answer=answer)
-    except (TypeError, ValueError):
-        kind = type(value).__name__
-        return Verdict(
-            False, failure=f"the scorer returned {value!r:.80} ({kind}); it must be a bool or a number"
-        )
+    return Verdict(outcome.value == 1.0, answer=outcome.key)
 
 
 def when_done(futures: list[Future], combine: Callable[..., Any]) -> Future:

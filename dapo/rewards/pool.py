@@ -89,9 +89,7 @@ class _Slot:
     def _work(self, calls: list[Call]) -> None:
         """Finishes the calls, and with an async function those that wait as well, whatever happens."""
         try:
-            if (
-                self.worker is not None and self.worker.exit_code() is not None
-            ):  # died while it had nothing to do
+            if self.worker is not None and not self.worker.is_usable():
                 self._drop_worker()
             if self.worker is None:
                 self.worker = Worker(self.pool.task)

@@ -1,7 +1,7 @@
-"""One worker process, and the pipe to it.
+"""One worker process, and the channel to it.
 
 Workers are plain subprocesses: they need no `__main__` guard, start from threads, spawned and daemonic
-processes alike, and end with whoever started them, because the pipe does.
+processes alike, and end with whoever started them, because the channel does.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from typing import Any
 
-from .worker import BROKEN, DONE, EXHAUSTED, READY, Task
+from .channel import Channel
+from .worker import BROKEN, EXHAUSTED, Task
 
+MAX_REPLY = 1 << 20
+"""Bytes."""
 START_LIMIT = 60.0
 """Seconds a worker may take to import its function."""
 CALLS_PER_WORKER = 5000
@@ -38,7 +41,9 @@ main(int(sys.argv[2]))
 class Outcome:
     """What became of a call: its value, or why there is none."""
 
-    value: Any = None
+    value: float | None = None
+    key: str | None = None
+    """The answer that was judged."""
     failure: str | None = None
 
 
@@ -62,13 +67,14 @@ class Call:
 
 
 class Worker:
-    """One process, and the pipe to it."""
+    """One process, and the channel to it."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.calls, self.spent, self.ready = task, 0, False, False
         self.is_async = False
         self.killing = threading.Lock()
-        self.connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
         boot = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         try:
@@ -80,43 +86,52 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
                 env=environment,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
-        self.started = time.monotonic()
 
     def wait_until_ready(self) -> bool:
-        """Whether the function is async, once the worker can call it."""
+        """Whether the function is async, once the worker can call it. Raises `CannotLoad` when it never can,
+        `OSError` when the worker does not come up."""
         if self.ready:
             return self.is_async
-        state, detail = None, None
-        with contextlib.suppress(EOFError, OSError):
-            self.connection.send(self.task)
-            if self.connection.poll(START_LIMIT):
-                state, detail = self.connection.recv()
-        if state == READY:
-            self.ready, self.is_async = True, detail
-            return detail
-        self.spent = True
-        if state == BROKEN:
-            raise CannotLoad(detail)
-        raise OSError("the worker did not start")
+        deadline = time.monotonic() + START_LIMIT
+        try:
+            self.channel.send(pickle.dumps(self.task), deadline)
+            reply = json.loads(self.channel.receive(deadline, MAX_REPLY))
+        except (EOFError, TimeoutError, ValueError):
+            self.spent = True
+            raise OSError("the worker did not start") from None
+        if reply["state"] == BROKEN:
+            self.spent = True
+            raise CannotLoad(reply["failure"])
+        self.ready, self.is_async = True, reply["is_async"]
+        return self.is_async
 
     def run(self, calls: list[Call]) -> list[Call]:
         """Finishes the calls. Returns those that one among them kept from being finished."""
-        waiting = dict(enumerate(calls))
+        waiting = dict(enumerate(calls, start=self.calls))
         self.calls += len(calls)
         self.spent = self.calls >= CALLS_PER_WORKER
         deadline = time.monotonic() + self.task.time_limit
-        failure = f"no verdict within {self.task.time_limit:g} s"
         try:
-            self.connection.send([(number, call.arguments) for number, call in waiting.items()])
-            while waiting and self.connection.poll(max(0.0, deadline - time.monotonic())):
-                number, (state, value) = self.connection.recv()
-                self.spent |= state == EXHAUSTED
-                waiting.pop(number).finish(Outcome(value) if state == DONE else Outcome(failure=value))
-        except (EOFError, OSError):
+            jobs = [(number, call.arguments) for number, call in waiting.items()]
+            self.channel.send(pickle.dumps(jobs), deadline)
+            while waiting:
+                reply = json.loads(self.channel.receive(deadline, MAX_REPLY))
+                call = waiting.pop(reply["call"], None)
+                if call is None:  # of an earlier call, which had its verdict
+                    self.spent = True
+                    continue
+                self.spent |= reply["state"] == EXHAUSTED
+                call.finish(Outcome(reply.get("value"), reply.get("key"), reply.get("failure")))
+        except TimeoutError:
+            failure = f"no verdict within {self.task.time_limit:g} s"
+        except EOFError:
             failure = self._cause_of_death()
-        except Exception as error:  # arguments that cannot be sent
+        except Exception as error:  # arguments that cannot be sent, a reply that is none
             failure = f"{type(error).__name__}: {error}"
         self.spent |= bool(waiting)
         if len(calls) > 1:
@@ -124,6 +139,11 @@ class Worker:
         for call in waiting.values():
             call.finish(Outcome(failure=failure))
         return []
+
+    def is_usable(self) -> bool:
+        """Whether it still runs and has said nothing out of turn, which a later call would take for its
+        own."""
+        return self.exit_code() is None and not self.channel.has_message()
 
     def _cause_of_death(self) -> str:
         deadline = time.monotonic() + 1
@@ -158,6 +178,6 @@ class Worker:
                 self.process.wait(timeout=5)
 
     def close(self) -> None:
-        """Ends the process and the pipe to it. For the thread that reads from it."""
+        """Ends the process and the channel to it. For the thread that reads from it."""
         self.kill()
-        self.connection.close()
+        self.channel.close()

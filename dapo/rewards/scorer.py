@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -126,12 +125,9 @@ def _term_value(term: Future[Outcome]) -> tuple[float, str | None]:
     """A term's value, or 0 and why there is none."""
     try:
         outcome = term.result()
-        if outcome.failure is not None:
-            return 0.0, outcome.failure
-        value = float(outcome.value[0])
-    except (TypeError, ValueError) as error:
+    except CannotLoad as error:
         return 0.0, str(error)
-    return (value, None) if math.isfinite(value) else (0.0, f"returned {value}")
+    return (0.0, outcome.failure) if outcome.value is None else (outcome.value, None)
 
 
 def contains_answer(response: str, answer: str) -> bool:

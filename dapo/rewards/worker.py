@@ -8,19 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import logging
+import math
 import os
+import pickle
 import resource
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from .calls import prepare_call
+from .channel import Channel
 
 READY, BROKEN = "ready", "broken"
 DONE, FAILED = "done", "failed"
+MAX_KEY = 2000
+"""Characters of an answer that are reported."""
 EXHAUSTED = "exhausted"
 """Failed for want of memory; the worker ends."""
 
@@ -45,9 +51,9 @@ class Task:
         return self.time_limit - min(1.0, self.time_limit / 5)
 
 
-def main(connection_fd: int) -> None:
-    connection = Connection(connection_fd)
-    task: Task = connection.recv()
+def main(socket_fd: int) -> None:
+    channel = Channel(socket.socket(fileno=socket_fd))
+    task: Task = pickle.loads(channel.receive())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # says of each call that it has no time limit
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -55,52 +61,55 @@ def main(connection_fd: int) -> None:
         function = prepare_call(task.function, task.key)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{task.function!r}: {type(error).__name__}: "
-        connection.send((BROKEN, f"{kind}{error}"))
+        _reply(channel, state=BROKEN, failure=f"{kind}{error}")
         return
     _limit_memory(task.memory_limit)
     is_async = inspect.iscoroutinefunction(function)
-    connection.send((READY, is_async))
+    _reply(channel, state=READY, is_async=is_async)
     serve = _serve_async if is_async else _serve
     # These say that whoever asked is gone.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        serve(connection, function, task)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        serve(channel, function, task)
     os._exit(0)  # what the function may have left running must not hold the process
 
 
-def _serve(connection: Connection, function: Callable, task: Task) -> None:
+def _serve(channel: Channel, function: Callable, task: Task) -> None:
+    own_pid = os.getpid()
     while True:
-        ((number, arguments),) = connection.recv()
+        ((number, arguments),) = pickle.loads(channel.receive())
         # The kernel's own action, which no code that holds the interpreter can delay.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, task.own_limit)
         try:
-            outcome = DONE, function(*arguments)
+            outcome = _as_reply(*function(*arguments))
         except MemoryError:
-            outcome = EXHAUSTED, f"more than {task.memory_limit >> 20} MiB"
+            outcome = {"state": EXHAUSTED, "failure": f"more than {task.memory_limit >> 20} MiB"}
         except BaseException as error:
-            outcome = FAILED, _describe(error)
+            outcome = {"state": FAILED, "failure": _describe(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(connection, number, outcome)
-        if outcome[0] == EXHAUSTED:
+        if os.getpid() != own_pid:  # a child that the function forked came back
+            os._exit(0)
+        _reply(channel, call=number, **outcome)
+        if outcome["state"] == EXHAUSTED:
             return
 
 
-def _serve_async(connection: Connection, function: Callable, task: Task) -> None:
+def _serve_async(channel: Channel, function: Callable, task: Task) -> None:
     async def call(number: int, arguments: tuple) -> None:
         try:
-            outcome = DONE, await asyncio.wait_for(function(*arguments), task.own_limit)
+            outcome = _as_reply(*await asyncio.wait_for(function(*arguments), task.own_limit))
         except asyncio.TimeoutError:
-            outcome = FAILED, f"no verdict within {task.time_limit:g} s"
+            outcome = {"state": FAILED, "failure": f"no verdict within {task.time_limit:g} s"}
         except BaseException as error:
-            outcome = FAILED, _describe(error)
-        _send(connection, number, outcome)
+            outcome = {"state": FAILED, "failure": _describe(error)}
+        _reply(channel, call=number, **outcome)
 
     async def call_all(jobs: list) -> None:
         await asyncio.gather(*(call(number, arguments) for number, arguments in jobs))
 
     with asyncio.Runner() if hasattr(asyncio, "Runner") else _Runner() as runner:  # one loop for all batches
         while True:
-            runner.run(call_all(connection.recv()))
+            runner.run(call_all(pickle.loads(channel.receive())))
 
 
 class _Runner:
@@ -117,13 +126,19 @@ class _Runner:
         self.loop.close()
 
 
-def _send(connection: Connection, number: int, outcome: tuple[str, Any]) -> None:
-    try:
-        connection.send((number, outcome))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise
-    except Exception as error:  # what the function returned cannot be sent
-        connection.send((number, (FAILED, _describe(error))))
+def _as_reply(value: Any, key: str | None) -> dict[str, Any]:
+    """What the function returned as a number: no object of its own ever leaves the worker."""
+    kind = type(value).__name__
+    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+        return {"state": FAILED, "failure": f"returned a {kind}; it must be a bool or a number"}
+    number = float(value)
+    if not math.isfinite(number):
+        return {"state": FAILED, "failure": f"returned {number}; it must be finite"}
+    return {"state": DONE, "value": number, "key": None if key is None else str(key)[:MAX_KEY]}
+
+
+def _reply(channel: Channel, **reply: Any) -> None:
+    channel.send(json.dumps(reply).encode())
 
 
 def _describe(error: BaseException) -> str:
