@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 
-def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-6) -> Tensor:
+def group_advantages(
+    rewards: Tensor, group_size: int, eps: float = 1e-6, divide_by_std: bool = True
+) -> Tensor:
     """`(R - mean) / (std + eps)` within each group (Eq. 9), with the unbiased standard deviation.
 
     Args:
         rewards: `[P * G]` shaped rewards, the responses of a prompt next to each other.
         group_size: G, at least 2.
         eps: keeps groups of equal rewards at 0.
+        divide_by_std: False leaves it at `R - mean` (Dr. GRPO, arXiv 2503.20783): dividing favours prompts
+            that are very easy or very hard.
 
     Returns:
         `[P * G]` advantages.
@@ -29,7 +33,8 @@ def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-6) -> Ten
     # In fp64: the rounding of a mean of equal fp32 rewards would not be small beside eps.
     groups = rewards.double().view(-1, group_size)  # [P, G]
     centred = groups - groups.mean(1, keepdim=True)
-    advantages = (centred / (groups.std(1, keepdim=True) + eps)).view(-1)
+    scale = groups.std(1, keepdim=True) + eps if divide_by_std else 1.0
+    advantages = (centred / scale).view(-1)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 

@@ -7,14 +7,15 @@ given, what is allowed, and for a misspelt key the nearest one.
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from .errors import UserError
+from .yaml_values import read_values
 
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
@@ -31,6 +32,9 @@ class ModelConfig(Section):
     """Folder of a transformers causal language model with its tokenizer, or a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights. Training in bfloat16 needs a larger learning rate than 1e-6 to move them."""
+    reference_path: str | None = None
+    """The frozen model that `algorithm.kl_coef` holds the policy to, loaded only where that is over 0. Null:
+    the model of `path` as it was."""
 
 
 class SourceConfig(Section):
@@ -119,7 +123,8 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """DAPO's four techniques are switches. All off is naive GRPO without a KL term."""
+    """DAPO's four techniques are switches. All off is naive GRPO without a KL term; other objectives are
+    under `configs/algorithms`."""
 
     clip_higher: bool = True
     """Off: the upper clip range is `epsilon_low` too."""
@@ -138,6 +143,9 @@ class AlgorithmConfig(Section):
     the log-probs of the policy that generated them as old log-probs."""
     token_level_loss: bool = True
     """Mean over all tokens of the optimizer step. Off: mean over sequences of their token means (GRPO)."""
+    reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", None] = None
+    """How token losses become one number. Null: as `token_level_loss` says. `constant` divides their sum by
+    `rollout.max_response_length` times the number of responses (Dr. GRPO)."""
     soft_overlong_punishment: bool = True
     """Eq. 13: a penalty that grows over the last `overlong_cache_length` tokens."""
     overlong_cache_length: Count = 4096
@@ -147,6 +155,48 @@ class AlgorithmConfig(Section):
     num_iterations: Count = 1
     """Passes over each rollout batch (the paper's mu)."""
     advantage_eps: Annotated[float, Field(gt=0)] = 1e-6
+    advantage_std: bool = True
+    """Divide by the group's standard deviation. Off: rewards minus their mean (Dr. GRPO)."""
+    objective: Literal["clip", "cispo", "sapo"] = "clip"
+    """`clip`: PPO's and DAPO's. `cispo`: the clipped ratio as a constant weight on the log-prob. `sapo`: a
+    soft gate around ratio 1."""
+    cispo_bounds: list | None = None
+    """`[low, high]` of CISPO's weight. Null: `[0, 1 + epsilon_high]`."""
+    sapo_temperature_pos: Annotated[float, Field(gt=0)] = 1.0
+    """Of SAPO's gate where the advantage is positive."""
+    sapo_temperature_neg: Annotated[float, Field(gt=0)] = 1.05
+    """Of SAPO's gate elsewhere."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """`sequence`: one ratio a response, the exponential of its mean log-ratio (GSPO)."""
+    kl_coef: Weight = 0.0
+    """Weight of the KL term to the model of `model.reference_path`. DAPO has none."""
+    kl_estimator: Literal["k3", "k2", "k1"] = "k3"
+    """With q = reference log-prob - log-prob: `k3` is exp(q) - q - 1, `k2` q^2 / 2, `k1` -q."""
+    kl_ratio_correction: bool = False
+    """Multiply the KL term by the ratio, which makes its gradient unbiased off policy."""
+    entropy_coef: Weight = 0.0
+    """Weight of the entropy bonus."""
+    rollout_correction: Literal["off", "truncate", "mask"] = "off"
+    """Weigh each token's loss by its probability under the trainer over that under the rollout engine, before
+    the step's updates. `truncate`: at most `rollout_correction_cap` (TIS). `mask`: 0 outside of
+    `rollout_correction_floor` to `rollout_correction_cap` (MIS, IcePop)."""
+    rollout_correction_level: Literal["token", "sequence"] = "token"
+    """`sequence`: one weight a response, the product of its tokens' (as in verl and TRL)."""
+    rollout_correction_cap: Annotated[float, Field(gt=0)] = 2.0
+    rollout_correction_floor: Weight = 0.5
+    """Of `mask` alone."""
+
+    @field_validator("cispo_bounds")
+    @classmethod
+    def _bounds(cls, bounds: list | None) -> list[float] | None:
+        numbers = [bound for bound in bounds or [] if type(bound) in (int, float) and math.isfinite(bound)]
+        if bounds is not None and not (len(bounds) == len(numbers) == 2 and 0 <= numbers[0] <= numbers[1]):
+            raise ValueError("must be null or [low, high] with 0 <= low <= high")
+        return None if bounds is None else [float(bound) for bound in numbers]
+
+    @property
+    def loss_reduction(self) -> str:
+        return self.reduction or ("token-mean" if self.token_level_loss else "seq-mean-token-mean")
 
 
 class OptimizerConfig(Section):
@@ -166,11 +216,33 @@ class TrainConfig(Section):
     mini_batch_prompts: Count | None = None
     """Groups of one optimizer step. Null: `rollout.prompts_per_step`, one update a step."""
     max_tokens_per_micro_batch: Count = 22528
-    """Padded tokens of one forward and backward. Changes memory and speed, not the gradient."""
+    """Tokens of one forward and backward, padding included where there is any. Changes memory and speed, not
+    the gradient."""
+    packing: bool | None = None
+    """Put sequences one after another into a micro-batch, without padding. Null: where the model's attention
+    can keep them apart, which is tried at start. True: it is an error if it cannot. False: pad."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, more time."""
     save_model: bool = True
     """Write the trained model to `RUN/model` at the end, as a transformers folder."""
+
+
+class ParallelConfig(Section):
+    """Processes that train together, started by `torchrun --nproc_per_node N -m dapo train CONFIG`: FSDP2
+    cuts parameters, gradients and optimizer state over them. Plain `dapo train` is one process."""
+
+    replicate: Count = 1
+    """Copies of the sharded policy (HSDP). Each is cut over processes / `replicate` of them: one machine's
+    processes, say, so that parameters never travel between machines."""
+    context: Count = 1
+    """Processes that share each sequence and so hold the same samples."""
+    param_dtype: Literal["bfloat16"] | None = None
+    """Dtype that parameters are gathered and used in; the optimizer keeps `model.dtype`, gradients are summed
+    in float32. Null: `model.dtype`."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that a process waits for the others, whose rollouts may take longer, before the run fails."""
 
 
 class EvalConfig(Section):
@@ -190,6 +262,10 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     rollouts: bool = True
     """Write every response to `RUN/rollouts`."""
+    wandb: str | None = None
+    """Weights & Biases project to log to as well; needs `pip install wandb`. Null: none."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `RUN/wandb` and needs no account; `wandb sync` uploads it later."""
 
 
 class Config(Section):
@@ -204,8 +280,13 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
+    include: Annotated[list[str], Field(exclude=True)] = []
+    """YAML files whose keys come first, those of this file over them; paths are relative to this file. On the
+    command line, `include=[FILE]` lays a file's keys over the configuration. The run's own `config.yaml` has
+    everything resolved."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
@@ -226,6 +307,12 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.dual_clip must be null or at least 1 + epsilon_high, got {algorithm.dual_clip}"
             )
+        floor, cap = algorithm.rollout_correction_floor, algorithm.rollout_correction_cap
+        if algorithm.rollout_correction == "mask" and floor > cap:
+            raise ValueError(
+                f"algorithm.rollout_correction_floor ({floor}) must be at most "
+                f"algorithm.rollout_correction_cap ({cap})"
+            )
         if self.reward.correct <= self.reward.wrong:
             raise ValueError(
                 f"reward.correct ({self.reward.correct}) must be over reward.wrong ({self.reward.wrong})"
@@ -233,6 +320,31 @@ class Config(Section):
         if "{prompt}" not in self.data.prompt_template:
             raise ValueError(
                 f"data.prompt_template must contain {{prompt}}, got {self.data.prompt_template!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_can_be_cut(self) -> Config:
+        """With `parallel.context` no process sees a whole sequence when it computes the loss."""
+        algorithm, context = self.algorithm, self.parallel.context
+        if context == 1:
+            return self
+        cut = f"parallel.context ({context}) cuts sequences into stretches"
+        if algorithm.loss_reduction == "seq-mean-token-mean":
+            raise ValueError(
+                f"{cut}, and algorithm.reduction seq-mean-token-mean (token_level_loss: false) takes whole "
+                "ones: set algorithm.reduction to token-mean, seq-mean-token-sum or constant, or "
+                "parallel.context to 1"
+            )
+        if algorithm.ratio_level == "sequence":
+            raise ValueError(
+                f"{cut}, and algorithm.ratio_level sequence takes whole ones: set it to token, or "
+                "parallel.context to 1"
+            )
+        if self.train.packing is False:
+            raise ValueError(
+                f"{cut} of packed rows, and train.packing is false: set it to null or true, or "
+                "parallel.context to 1"
             )
         return self
 
@@ -246,22 +358,9 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Reads a YAML file, applies `section.key=value` overrides (values are YAML) and validates."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"config file {path} not found")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: {error}") from None
-    values = _parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold sections such as `model:`, got {type(values).__name__}")
-    for override in overrides or []:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise UserError(f"override {override!r} must be section.key=value")
-        _set(values, key.split("."), _parse_yaml(text, f"override {override!r}"), override)
+    """Reads a YAML file and what it includes, applies `section.key=value` overrides (values are YAML) and
+    validates."""
+    values = read_values(Path(path), overrides or [])
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -272,24 +371,6 @@ def save_config(config: Config, path: Path) -> None:
     """Writes the fully resolved configuration; `load_config` reads it back to the same."""
     with path.open("w", encoding="utf-8") as file:
         YAML(typ="safe", pure=True).dump(config.model_dump(mode="json"), file)
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-5 is a number, `on` is not
-    except YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _set(values: dict, keys: list[str], value: Any, override: str) -> None:
-    for key in keys[:-1]:
-        if values.get(key) is None:
-            values[key] = {}
-        child = values[key]
-        if not isinstance(child, dict):
-            raise UserError(f"override {override!r}: {key} is not a section")
-        values = child
-    values[keys[-1]] = value
 
 
 def _describe(error: dict) -> str:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from .config import Config
 from .data import Prompt
 from .metrics import mean
+from .parallel import World, all_gather_objects, split_across_ranks
 from .rewards import Scorer, Verdict
 from .rewards.scorer import contains_answer
 from .rollout import Completion, Request, RolloutEngine, SamplingParams
@@ -136,8 +138,11 @@ def evaluate(
     engine: RolloutEngine,
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
+    world: World | None = None,
 ) -> tuple[EvalResult, list[EvalResponse]]:
-    """Samples `eval.samples_per_prompt` responses to each prompt, and a greedy one if configured."""
+    """Samples `eval.samples_per_prompt` responses to each prompt, and a greedy one if configured. Each rank
+    generates a part, and all end up with the whole result."""
+    world = world or World(torch.device("cpu"))
     settings, longest = config.eval, config.rollout.max_response_length
     k = settings.samples_per_prompt
 
@@ -148,8 +153,10 @@ def evaluate(
             for sample in range(samples)
         ]
         judged: dict[int, Judged] = {}
-        respond(tasks, sampling, engine, scorer, tokenizer, judged.__setitem__)
-        ordered = [judged[i] for i in range(len(tasks))]
+        own = split_across_ranks(tasks, world)
+        respond(own, sampling, engine, scorer, tokenizer, judged.__setitem__)
+        parts = all_gather_objects([judged[i] for i in range(len(own))], world)
+        ordered = [one for part in parts for one in part]
         greedy = sampling.temperature == 0
         return ordered, [_response(task.prompt, one, greedy) for task, one in zip(tasks, ordered)]
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, rollouts, evaluations, TensorBoard."""
+"""What a run leaves behind: metrics.jsonl, rollouts, evaluations, and what trackers make of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .errors import UserError
 from .evaluate import EvalResponse, EvalResult
 from .files import replacing
 from .sampling import RolloutBatch
+from .trackers import Trackers
 
 
 class RunLogger:
@@ -20,6 +21,7 @@ class RunLogger:
 
     def __init__(self, config: Config) -> None:
         self.run, self.config = Path(config.run_dir), config
+        self.trackers = Trackers(config.logging)
         try:
             self.run.mkdir(parents=True, exist_ok=True)
             if any(self.run.iterdir()):
@@ -30,11 +32,7 @@ class RunLogger:
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"run_dir {self.run} cannot be made: {error.strerror}; choose another") from None
-        self.tensorboard = None
-        if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(str(self.run / "tensorboard"))
+        self.trackers.open(self.run, config)
 
     def log_step(self, metrics: dict[str, float], batch: RolloutBatch) -> None:
         if self.config.logging.rollouts:
@@ -42,27 +40,18 @@ class RunLogger:
         line = {name: _finite(value) for name, value in metrics.items()}
         self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self.metrics.flush()
-        self._scalars(metrics, batch.step)
+        self.trackers.log(metrics, batch.step)
 
     def log_eval(self, result: EvalResult, responses: list[EvalResponse]) -> None:
         path = self.run / "eval" / f"step_{result.step:06d}.jsonl"
         _write_jsonl(path, map(asdict, responses))
         figures = asdict(result)
         _write_text(path.with_suffix(".json"), json.dumps(figures, indent=2) + "\n")
-        self._scalars({f"eval/{name}": value for name, value in figures.items()}, result.step)
-
-    def _scalars(self, values: dict, step: int) -> None:
-        if self.tensorboard is None:
-            return
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self.tensorboard.add_scalar(name, value, step)
-        self.tensorboard.flush()
+        self.trackers.log({f"eval/{name}": value for name, value in figures.items()}, result.step)
 
     def close(self) -> None:
         self.metrics.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        self.trackers.close()
 
 
 def _rollout_rows(batch: RolloutBatch) -> Iterable[dict]:

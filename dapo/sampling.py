@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from .algorithm import keep_group, soft_overlong_penalty
 from .config import Config
 from .data import Prompt, PromptStream
 from .errors import TrainingStopped
+from .parallel import World, all_gather_objects, split_across_ranks
 from .rewards import Scorer, Verdict
 from .rollout import Completion, Request, RolloutEngine, SamplingParams
 
@@ -76,9 +78,11 @@ class Sampler:
         engine: RolloutEngine,
         scorer: Scorer,
         tokenizer: PreTrainedTokenizerBase,
+        world: World | None = None,
     ) -> None:
         self.config, self.stream, self.engine = config, stream, engine
         self.scorer, self.tokenizer = scorer, tokenizer
+        self.world = world or World(torch.device("cpu"))
         self.surplus: list[Group] = []
 
     def fill(
@@ -111,16 +115,28 @@ class Sampler:
         return batch
 
     def _generate(self, batch: RolloutBatch, prompts: list[Prompt], served: Counter[int]) -> list[Group]:
-        config, size = self.config, self.config.rollout.group_size
-        requests = []
+        """Groups of the prompts, in order. All ranks draw the same prompts, generate a part each, and end up
+        with all groups: each then filters alike."""
+        size = self.config.rollout.group_size
+        asked = []
         for prompt in prompts:
             # A prompt that comes up again within a step (a small data set) gets fresh noise.
-            first = size * served[prompt.index]
+            asked.append((prompt, size * served[prompt.index]))
             served[prompt.index] += 1
-            for sample in range(first, first + size):
-                requests.append(Request(prompt.ids, (config.seed, batch.step, prompt.index, sample)))
-        sampling = SamplingParams(config.rollout.max_response_length, config.rollout.temperature)
+        own = self._generate_own(batch, split_across_ranks(asked, self.world))
+        batch.num_gen_batches += 1
+        return [group for part in all_gather_objects(own, self.world) for group in part]
 
+    def _generate_own(self, batch: RolloutBatch, asked: list[tuple[Prompt, int]]) -> list[Group]:
+        """Groups of prompts, each given with the number of its first sample."""
+        config, size = self.config, self.config.rollout.group_size
+        prompts = [prompt for prompt, _ in asked]
+        requests = [
+            Request(prompt.ids, (config.seed, batch.step, prompt.index, sample))
+            for prompt, first in asked
+            for sample in range(first, first + size)
+        ]
+        sampling = SamplingParams(config.rollout.max_response_length, config.rollout.temperature)
         judged: dict[int, tuple[str, Future[Verdict]]] = {}
         judging = 0.0
 
@@ -138,7 +154,6 @@ class Sampler:
         samples = [self._sample(completion, *judged[i]) for i, completion in enumerate(completions)]
         batch.time_rollout_s += generated - started - judging
         batch.time_reward_s += time.perf_counter() - generated + judging
-        batch.num_gen_batches += 1
         return [Group(p, samples[i * size : (i + 1) * size], batch.step) for i, p in enumerate(prompts)]
 
     def _sample(self, completion: Completion, text: str, judged: Future[Verdict]) -> Sample:
@@ -163,6 +178,13 @@ class Sampler:
         histogram = ", ".join(f"{name}: {bins[name]}" for name in SOLVE_RATE_BINS)
         easy, hard = bins["all right"], bins["none right"]
         advice = "easier prompts or a larger rollout.group_size" if hard >= easy else "harder prompts"
+        verdicts = [sample.verdict for group in batch.sampled for sample in group.samples]
+        failures = [verdict.failure for verdict in verdicts if verdict.failed]
+        if failures:
+            advice = (
+                f"a reward that works ({len(failures)} of {len(verdicts)} responses could not be judged: "
+                f"{failures[-1]}), {advice}"
+            )
         return (
             f"step {batch.step}: after {batch.num_gen_batches} generation batches only {len(batch.groups)} "
             f"groups of rollout.prompts_per_step={rollout.prompts_per_step} have right and wrong responses; "

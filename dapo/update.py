@@ -4,68 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from dapo_kernels import PolicyLossConfig, PolicyLossOutput
-from dapo_kernels.output import metrics_from_sums
 
 from .algorithm import group_advantages
-from .batching import MicroBatch, TrainSample, make_micro_batches
+from .batching import MicroBatch, TrainSample, make_micro_batches, micro_batch_count
 from .config import AlgorithmConfig, Config
-from .metrics import mean
+from .metrics import ModelFlops, memory_gb, mfu
+from .mismatch import correction_weights
 from .model import Policy
+from .parallel import (
+    World,
+    all_reduce_max,
+    all_reduce_sum,
+    clip_grad_norm,
+    shard_policy,
+    split_across_ranks,
+)
+from .parallel.context import share_sequences
+from .reference import load_reference
 from .sampling import Group
+from .update_stats import UpdateStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class UpdateStats:
-    """Sums over one rollout batch's scoring pass and updates."""
-
-    num_tokens: int = 0
-    entropy: float = 0.0
-    prob: float = 0.0
-    mismatch_tokens: int = 0
-    mismatch_k3: float = 0.0
-    mismatch_max: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    loss_sums: dict[str, Tensor] = field(default_factory=dict)
-    skipped_updates: int = 0
-
-    def add_loss_sums(self, sums: dict[str, Tensor]) -> None:
-        for name, value in sums.items():
-            known = self.loss_sums.get(name)
-            if known is None:
-                self.loss_sums[name] = value
-            else:
-                self.loss_sums[name] = torch.maximum(known, value) if name == "ratio_max" else known + value
-
-    def metrics(self) -> dict[str, float]:
-        """Means under the names of metrics.jsonl; 0 where there was nothing to take a mean of."""
-        tokens = max(self.num_tokens, 1)
-        means = (
-            {name: value.item() for name, value in metrics_from_sums(self.loss_sums).items()}
-            if (self.loss_sums)
-            else {}
-        )
-        names = ("ratio_mean", "ratio_max", "approx_kl", "clip_frac_low", "clip_frac_high", "dual_clip_frac")
-        return {
-            "loss": mean(self.losses),
-            "grad_norm": mean(self.grad_norms),
-            "num_tokens": self.num_tokens,
-            "entropy": self.entropy / tokens,
-            "mean_prob": self.prob / tokens,
-            **{name: means.get(name, 0.0) for name in names},
-            "rollout_mismatch_kl": self.mismatch_k3 / max(self.mismatch_tokens, 1),
-            "rollout_mismatch_max": self.mismatch_max,
-            "skipped_updates": self.skipped_updates,
-        }
 
 
 def loss_config(config: Config, head_options: dict[str, float]) -> PolicyLossConfig:
@@ -75,7 +41,16 @@ def loss_config(config: Config, head_options: dict[str, float]) -> PolicyLossCon
         epsilon_low=algorithm.epsilon_low,
         epsilon_high=algorithm.epsilon_high if algorithm.clip_higher else algorithm.epsilon_low,
         dual_clip=algorithm.dual_clip,
-        reduction="token-mean" if algorithm.token_level_loss else "seq-mean-token-mean",
+        objective=algorithm.objective,
+        cispo_bounds=None if algorithm.cispo_bounds is None else tuple(algorithm.cispo_bounds),
+        sapo_temperature_pos=algorithm.sapo_temperature_pos,
+        sapo_temperature_neg=algorithm.sapo_temperature_neg,
+        ratio_level=algorithm.ratio_level,
+        reduction=algorithm.loss_reduction,
+        kl_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator,
+        kl_ratio_correction=algorithm.kl_ratio_correction,
+        entropy_coef=algorithm.entropy_coef,
         temperature=config.rollout.temperature,
         **head_options,
     )
@@ -89,7 +64,8 @@ def train_samples(groups: Sequence[Group], step: int, algorithm: AlgorithmConfig
     rewards = torch.tensor(
         [sample.reward for group in groups for sample in group.samples], dtype=torch.float64
     )
-    advantages = iter(group_advantages(rewards, size, algorithm.advantage_eps).tolist())
+    shape = size, algorithm.advantage_eps, algorithm.advantage_std
+    advantages = iter(group_advantages(rewards, *shape).tolist())
     return [
         [
             TrainSample(
@@ -106,22 +82,40 @@ def train_samples(groups: Sequence[Group], step: int, algorithm: AlgorithmConfig
     ]
 
 
-class Updater:
-    """Holds the policy and its optimizer."""
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of an optimizer step."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self.config, self.policy = config, policy
+    own: list[TrainSample]
+    denominator: int
+    """Of the whole step, over all ranks."""
+
+
+class Updater:
+    """Holds the policy, its optimizer, and the reference model where there is a KL term."""
+
+    def __init__(self, config: Config, policy: Policy, world: World | None = None) -> None:
+        self.world = world or World(next(policy.parameters()).device)
+        self.config, self.policy = config, share_sequences(policy, self.world)
         self.loss_config = loss_config(config, policy.head_options)
+        self.reference = self._load_reference() if config.algorithm.kl_coef else None
+        # Between a forward and its backward, policy.parameters() may be gathered ones.
+        self.parameters = list(policy.parameters())
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            self.parameters,
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self.model_flops = ModelFlops.of(policy.model)
         self.updates = 0
+
+    def _load_reference(self) -> Policy:
+        reference = load_reference(self.config.model, self.policy)
+        return share_sequences(shard_policy(reference, self.config.parallel, self.world), self.world)
 
     def learning_rate(self, step: int) -> float:
         """Of all updates of a rollout step (1-based): linear warm-up, then constant."""
@@ -130,65 +124,119 @@ class Updater:
 
     def run(self, groups: Sequence[Group], step: int) -> UpdateStats:
         """Scores the batch under the policy as it is, then takes all of its optimizer steps."""
-        stats = UpdateStats()
+        started = time.perf_counter()
+        stats = UpdateStats(has_reference=self.reference is not None)
+        stats.machine["memory_rollout_gb"] = memory_gb()
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = self.learning_rate(step)
-        samples = train_samples(groups, step, self.config.algorithm)
+        groups_of_samples = train_samples(groups, step, self.config.algorithm)
+        _warn_of_missing_logprobs([sample for group in groups_of_samples for sample in group])
         mini = self.config.mini_batch_prompts
-        starts = [*range(0, len(samples), mini)] * self.config.algorithm.num_iterations
-        if len(starts) > 1 or any(not sample.fresh for group in samples for sample in group):
-            self._score([sample for group in samples for sample in group], stats)
-        for start in starts:
-            self._update([s for group in samples[start : start + mini] for s in group], stats)
+        steps = [
+            self._share([sample for group in groups_of_samples[start : start + mini] for sample in group])
+            for start in range(0, len(groups_of_samples), mini)
+        ]
+        samples = [sample for share in steps for sample in share.own]
+        if self.reference is not None:
+            self._score_reference(samples)
+        if self._needs_scoring(groups, step, len(steps)):
+            self._score(samples, stats)
+        for share in steps * self.config.algorithm.num_iterations:
+            self._update(share, stats)
+        stats.reduce(self.world)
+        stats.machine["memory_train_gb"] = memory_gb()
+        stats.machine |= mfu(stats.flops / self.world.size, time.perf_counter() - started)
         return stats
 
-    def _micro_batches(self, samples: list[TrainSample]) -> list[MicroBatch]:
-        device = next(self.policy.parameters()).device
-        return make_micro_batches(samples, self.config.train.max_tokens_per_micro_batch, device)
+    def _share(self, samples: list[TrainSample]) -> Share:
+        """One optimizer step's samples, which all ranks know, as this rank's part of them."""
+        own = split_across_ranks(samples, self.world, cost=lambda sample: sample.length)
+        return Share(own, self._denominator(samples))
+
+    def _needs_scoring(self, groups: Sequence[Group], step: int, steps: int) -> bool:
+        """A batch's only update, on fresh samples, does without: its own log-probs are the old ones.
+        Importance weights must be there before the forward that they weigh."""
+        if self.config.algorithm.rollout_correction != "off":
+            return True
+        updates = steps * self.config.algorithm.num_iterations
+        return updates > 1 or any(group.step != step for group in groups)
+
+    def _micro_batches(self, samples: list[TrainSample], policy: Policy) -> list[MicroBatch]:
+        """As many on every rank: each forward and backward gathers shards, which takes all ranks."""
+        budget, count = self.config.train.max_tokens_per_micro_batch, None
+        if self.world.distributed:
+            own = micro_batch_count(samples, budget, policy.packed)
+            count = int(all_reduce_max({"count": max(own, 1)}, self.world)["count"])
+        return make_micro_batches(samples, budget, self.world.device, packed=policy.packed, count=count)
+
+    @torch.no_grad()
+    def _score_reference(self, samples: list[TrainSample]) -> None:
+        scoring = replace(loss_config(self.config, self.reference.head_options), kl_coef=0.0)
+        for batch in self._micro_batches(samples, self.reference):
+            output = self.reference(batch, scoring, 1.0)
+            for sample, logprobs in zip(batch.samples, batch.split(output.logprobs)):
+                sample.ref_logprobs = logprobs.cpu()
 
     @torch.no_grad()
     def _score(self, samples: list[TrainSample], stats: UpdateStats) -> None:
-        """Old log-probs from before the first update. A batch's only update, on fresh samples, does without:
-        its own log-probs are the old ones."""
-        for batch in self._micro_batches(samples):
-            self._record(batch, self.policy(batch, self.loss_config), stats)
+        """Old log-probs, from before the first update."""
+        for batch in self._micro_batches(samples, self.policy):
+            output = self.policy(batch, self.loss_config, 1.0)
+            if batch.samples:
+                self._record(batch, output, stats)
+            stats.flops += self.model_flops.forward(sample.length for sample in batch.samples)
 
     def _record(self, batch: MicroBatch, output: PolicyLossOutput, stats: UpdateStats) -> None:
         """Keeps what the policy made of the batch before any update: for fresh samples its log-probs are the
-        old log-probs, for older ones those they were generated at."""
+        old log-probs, for older ones those they were generated at, which need no correction: their ratio is
+        to the rollout engine."""
         stats.num_tokens += int(output.sums["num_tokens"])
         stats.entropy += output.sums["entropy"].item()
         stats.prob += torch.where(batch.mask, output.logprobs.exp(), 0).sum().item()
+        algorithm = self.config.algorithm
         for sample, logprobs in zip(batch.samples, batch.split(output.logprobs)):
-            generated = torch.tensor(sample.rollout_logprobs)
+            generated = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
             sample.old_logprobs = logprobs.cpu() if sample.fresh else generated
+            weights = torch.ones_like(generated)
             if sample.fresh:
-                difference = (sample.old_logprobs - generated).double()
-                stats.mismatch_tokens += difference.numel()
-                stats.mismatch_k3 += (difference.exp() - difference - 1).sum().item()
-                stats.mismatch_max = max(stats.mismatch_max, difference.abs().max().item())
+                differences = sample.old_logprobs - generated
+                weights, cut = correction_weights(differences, algorithm)
+                stats.mismatch.add(differences, cut)
+            if algorithm.rollout_correction != "off":
+                sample.token_weights = weights
 
-    def _update(self, samples: list[TrainSample], stats: UpdateStats) -> None:
-        """One optimizer step; the denominator is that of the whole step, however it is cut."""
-        if self.loss_config.reduction == "token-mean":
-            denominator = sum(sample.num_loss_tokens for sample in samples)
-        else:
-            denominator = sum(sample.num_loss_tokens > 0 for sample in samples)
+    def _denominator(self, samples: list[TrainSample]) -> int:
+        """Of the whole optimizer step, however it is cut; 0 where there is no token to train on."""
+        tokens = sum(sample.num_loss_tokens for sample in samples)
+        if self.loss_config.reduction == "token-mean" or not tokens:
+            return tokens
+        if self.loss_config.reduction == "constant":
+            return len(samples) * self.config.rollout.max_response_length
+        return sum(sample.num_loss_tokens > 0 for sample in samples)
+
+    def _update(self, share: Share, stats: UpdateStats) -> None:
+        """One optimizer step."""
+        # FSDP averages gradients over the ranks: see World.data_size.
+        denominator = share.denominator / self.world.data_size
         loss = 0.0
-        for batch in self._micro_batches(samples):
-            output = self.policy(batch, self.loss_config, float(denominator))
-            if batch.old_logprobs is None:
+        for batch in self._micro_batches(share.own, self.policy):
+            output = self.policy(batch, self.loss_config, denominator)
+            if batch.old_logprobs is None and batch.samples:
                 self._record(batch, output, stats)
             output.loss.backward()
             loss += output.loss.item()
             stats.add_loss_sums(output.sums)
-        if denominator == 0:
-            logger.warning("every response of the mini-batch was cut and left out: no update")
+            stats.flops += 3 * self.model_flops.forward(sample.length for sample in batch.samples)
+        if share.denominator == 0:
+            logger.warning("no token of the mini-batch is in the loss: no update")
             stats.skipped_updates += 1
+            self.optimizer.zero_grad(set_to_none=True)
             return
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.parameters(), self.config.optimizer.max_grad_norm
-        ).item()
+        self._step(all_reduce_sum({"loss": loss}, self.world)["loss"] / self.world.data_size, stats)
+
+    def _step(self, loss: float, stats: UpdateStats) -> None:
+        """Clips the gradients and steps, unless something is not finite."""
+        grad_norm = clip_grad_norm(self.parameters, self.config.optimizer.max_grad_norm)
         if math.isfinite(grad_norm) and math.isfinite(loss):
             self.optimizer.step()
             self.updates += 1
@@ -198,3 +246,14 @@ class Updater:
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
             stats.skipped_updates += 1
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _warn_of_missing_logprobs(samples: list[TrainSample]) -> None:
+    tokens = sum(len(sample.response_ids) for sample in samples if sample.trained)
+    missing = tokens - sum(sample.num_loss_tokens for sample in samples)
+    if missing:
+        logger.warning(
+            "%d of %d response tokens have no rollout log-prob (NaN): they are left out of the loss",
+            missing,
+            tokens,
+        )

@@ -60,7 +60,8 @@ def _type(field: FieldInfo) -> str:
     for noise in ("typing.", "Annotated", "NoneType"):
         text = text.replace(noise, "")
     if text.startswith("Literal"):
-        return " or ".join(f"`{choice}`" for choice in field.annotation.__args__)
+        choices = ("null" if choice is None else f"`{choice}`" for choice in field.annotation.__args__)
+        return " or ".join(choices)
     if "int" in text:
         text = "int or null" if "None" in text else "int"
     elif "float" in text:

@@ -121,3 +121,11 @@ def brevity(response: str, answer: str) -> float:
 async def waits(response: str, answer: str, row: dict) -> float:
     await asyncio.sleep(0.01)
     return float(row["bonus"])
+
+
+def one_argument(response: str) -> bool:
+    return True
+
+
+def generous(*arguments, **named) -> bool:
+    return True

@@ -318,3 +318,15 @@ def test_a_scorer_that_cannot_judge_counts_as_wrong_and_is_counted(make) -> None
     assert batch.sampled[0].samples[0].verdict == Verdict(correct=False, failure="no such answer")
     assert batch.sampled[0].samples[0].reward == -1
     assert rollout_metrics(batch)["reward_failures"] == 2
+
+
+def test_a_reward_that_never_works_is_named_when_the_run_stops(make) -> None:
+    class Failing(BeginsWithR):
+        def judge(self, text: str) -> Verdict:
+            return Verdict(False, failure="TypeError: no such thing")
+
+    sampler = make([MIXED], scorer=Failing(), **{"algorithm.max_generation_batches": 1})
+    with pytest.raises(
+        TrainingStopped, match=r"Use a reward that works \(6 of 6 responses could not be judged: TypeE"
+    ):
+        sampler.fill(1)

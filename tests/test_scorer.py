@@ -217,3 +217,22 @@ def test_terms_are_kept_apart(make, caplog):
 )
 def test_contains_answer_as_a_word_of_its_own(response, answer, found):
     assert contains_answer(response, answer) is found
+
+
+def test_a_function_of_the_wrong_shape_is_refused_at_once(make):
+    with pytest.raises(
+        UserError, match=r"reward.mode: 'reward_functions:one_argument' must take \(response, ans"
+    ):
+        make(mode="reward_functions:one_argument")
+    assert make(mode="reward_functions:generous")("34", prompt()).correct
+
+
+def test_failures_are_logged_a_few_times_then_counted(make, caplog):
+    scorer = make(mode="reward_functions:behave")
+    for _ in range(12):
+        scorer("raise", prompt())
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        *["no verdict on prompt 7"] * 5,
+        "no verdict on 10 responses so far",
+    ]
+    assert scorer.failures == 12

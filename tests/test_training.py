@@ -21,12 +21,13 @@ step update epoch reward_mean accuracy response_length_mean response_length_max 
 overlong_penalty_mean reward_failures num_gen_batches groups_sampled groups_kept groups_all_correct
 groups_all_wrong staleness_max loss grad_norm lr num_tokens entropy mean_prob ratio_mean ratio_max
 approx_kl clip_frac_low clip_frac_high dual_clip_frac rollout_mismatch_kl rollout_mismatch_max
-skipped_updates time_rollout_s time_reward_s time_train_s time_sync_s tokens_per_s peak_memory_gb
+rollout_is_clip_frac skipped_updates time_rollout_s time_reward_s time_train_s time_sync_s tokens_per_s
+peak_memory_gb memory_rollout_gb memory_train_gb
 """
 KEYS = set(NAMES.split())
 EVAL_KEYS = {"eval_accuracy", "eval_pass_at_k"}
 # Of the machine, not of the training; resident memory belongs to the whole test process.
-MACHINE = ("time_", "tokens_per_s", "peak_memory_gb")
+MACHINE = ("time_", "tokens_per_s", "peak_memory_gb", "memory_", "mfu")
 
 
 @pytest.fixture(autouse=True, scope="module")

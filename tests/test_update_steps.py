@@ -129,9 +129,7 @@ def test_every_response_cut_and_filtered_is_no_update(make, model, caplog, itera
         metrics = updater.run(groups_of(model, batch), 1).metrics()
     assert metrics.pop("skipped_updates") == iterations and set(metrics.values()) == {0}
     assert updater.updates == 0 and unchanged(model, before)
-    assert (
-        caplog.messages == ["every response of the mini-batch was cut and left out: no update"] * iterations
-    )
+    assert caplog.messages == ["no token of the mini-batch is in the loss: no update"] * iterations
 
 
 def test_a_mini_batch_of_cut_responses_does_not_stop_the_others(make, model) -> None:
@@ -160,13 +158,10 @@ def test_eos_is_trained_and_padding_is_not(model) -> None:
     assert sum(sample.response_ids[-1] == EOS for sample in samples) == 8
 
 
-def with_rollout_logprob(group, value: float):
-    """The group with one rollout log-prob set to `value`."""
+def with_reward(group, value: float):
+    """The group with the reward of its first response set to `value`."""
     first, *rest = group.samples
-    logprobs = [value, *first.completion.logprobs[1:]]
-    return replace(
-        group, samples=[replace(first, completion=replace(first.completion, logprobs=logprobs)), *rest]
-    )
+    return replace(group, samples=[replace(first, reward=value), *rest])
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
@@ -178,7 +173,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(make, model
     before = parameters_of(model)
     handle = None
     if fault == "loss":
-        groups[0] = with_rollout_logprob(groups[0], math.nan)
+        groups[0] = with_reward(groups[0], math.nan)
     else:
         spoilt = iter([math.inf] + [1.0] * 9)
         handle = model.model.norm.weight.register_hook(lambda gradient: gradient * next(spoilt))
@@ -196,7 +191,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(make, model
 def test_a_skipped_update_does_not_decay_the_weights(make, model) -> None:
     updater, before = make(**{"optimizer.weight_decay": 0.5}), parameters_of(model)
     groups = groups_of(model, step=0)
-    updater.run([with_rollout_logprob(groups[0], math.nan), *groups[1:]], 1)
+    updater.run([with_reward(groups[0], math.nan), *groups[1:]], 1)
     assert updater.updates == 0 and unchanged(model, before) and not updater.optimizer.state
     updater.run(groups, 2)
     assert updater.updates == 1 and not unchanged(model, before)

@@ -165,6 +165,12 @@ def test_math_on_other_answers(answer, response, right):
     assert verify(response, answer) is right
 
 
+@pytest.mark.parametrize("gold", ["C", "(C)", r"\text{(C)}"])
+@pytest.mark.parametrize("response, right", verdict_cases.CHOICES)
+def test_multiple_choice(gold, response, right):
+    assert verify(response, gold) is right
+
+
 HOSTILE = {
     "power tower": "Answer: 9^{9^{9^9}}",
     "megabyte of digits": "Answer: " + "9" * 1_000_000,

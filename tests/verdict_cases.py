@@ -215,6 +215,11 @@ RIGHT = [
     "Answer: $|AB| = 34$",
 ]
 OTHER_ANSWERS = [
+    ("1500", "Answer: 1.5e3", True),
+    ("1.5e3", r"Answer: $1.5 \times 10^3$", True),
+    (r"\pm 2", "Answer: -2 and 2", True),
+    (r"\pm 2", "Answer: 2", False),
+    ("A", "Answer: A triangle", False),
     (r"\pi", "Answer: 3.1415926536", False),
     (r"\sqrt{2}", "Answer: 1.41421356", False),
     ("4210_{5}", "Answer: 4210_6", False),
@@ -266,6 +271,20 @@ OTHER_ANSWERS = [
     (r"2\sqrt{3}", r"Answer: $x = 2\sqrt{3}$", True),
     (r"2\sqrt{3}", r"Answer: $x = \sqrt{12} = 2\sqrt{3}$", True),
 ]
+CHOICES = [
+    ("Answer: (C) 12", True),
+    ("Answer: C) 12", True),
+    ("Answer: C. 12", True),
+    ("Answer: Option C", True),
+    ("Answer: $C$", True),
+    (r"\boxed{\text{(C) } 12}", True),
+    ("The answer is C.", True),
+    ("Answer: (B) 12", False),
+    ("Answer: C or D", False),
+    ("Answer: (C) or (D)", False),
+    ("Answer: Cats", False),
+]
+"""The right answer is C."""
 GSM8K_WRONG = [
     "#### 34 or thirty-five",
     "#### 34 maybe 35",

@@ -17,8 +17,9 @@ class Terminated(BaseException):
 
 
 def complain(message: str, code: int) -> int:
-    """Prints one line to stderr and returns `code`."""
-    print(f"dapo: {' '.join(message.split())}", file=sys.stderr)
+    """Prints one line to stderr and returns `code`. Of the processes of a run, the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"dapo: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

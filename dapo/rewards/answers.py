@@ -35,6 +35,7 @@ _NOT_GIVEN = re.compile(
     r"|\d\s{0,3}[*/+−-]\s{0,3}\Z",
     re.I,
 )
+_SAYS_SOMETHING = re.compile(r"[^\n]{0,200}?[\d\\$]|[\s*(]{0,4}[A-E][\s*).]{0,4}(?:\n|\Z)")
 _VACUOUS = re.compile(
     r"(?:see|as|above|below|this|that|yes|given|shown|stated|must|should|it)\b[^\d\\]*\Z", re.I
 )
@@ -136,9 +137,7 @@ def _sentences(text: str) -> Iterator[int]:
     for start in occurrences(text, "nswer"):
         said = _IS.match(text, start) if _is_word(text, start) else None
         # "I hope the answer is clear" says none.
-        if said and any(
-            c.isdigit() or c in "\\$" for c in text[said.end() : said.end() + 200].split("\n")[0]
-        ):
+        if said and _SAYS_SOMETHING.match(text[said.end() : said.end() + 200]):
             yield said.end()
 
 

@@ -26,6 +26,12 @@ def prepare_call(function_path: str, key_path: str | None) -> Callable[..., Any]
     if warm_up is not None:
         warm_up()  # imports must not count against the first verdict's time
     takes_row = "row" in inspect.signature(function).parameters
+    try:
+        inspect.signature(function).bind("", "", **({"row": {}} if takes_row else {}))
+    except TypeError as error:
+        raise ValueError(
+            f"{function_path!r} must take (response, answer), or (response, answer, row): {error}"
+        ) from None
 
     def call(response: str, answer: str, row: dict | None, pattern: str | None) -> tuple:
         text = response if pattern is None else last_match(response, pattern)

@@ -27,6 +27,9 @@ _ARITHMETIC = re.compile(
 _UNSOLVED = re.compile(r"[-−]|\d|[+*/^√]|\\(?:sqrt|frac|log|ln)")
 # A sign that names what follows: x, f(3), a_{10}, P(X), AB, \angle ABC.
 _NAME = re.compile(r"\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([^()=]*\))?")
+_CHOICE = re.compile(r"([a-e])")
+_CHOICE_MADE = re.compile(r"(?:(?:option|choice|answer)\s+)?\(?(?:([a-e])(?=[.):]|\s*\Z)|([a-e])\))")
+_OTHER_CHOICE = re.compile(r"\b(?:or|and|,)\s*\(?[a-e]\b|\([b-e]\)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|phi|lambda|angle|triangle)")
 # 9^{9^{9^9}}: no number that can be written down.
@@ -62,6 +65,9 @@ def quick(response: str, answer: str) -> bool | None:
     values = stated_numbers(gold)
     if values:
         return _states(reading.text, values)
+    choice = _CHOICE.fullmatch(_bare_words(gold))
+    if choice:
+        return _chosen(reading.text) == choice[1]
     if _is_words(gold):
         return _bare_words(reading.text) == _bare_words(gold)
     return _compare(gold, _as_expression(reading.text, gold))
@@ -171,7 +177,7 @@ def _as_expression(text: str, gold: str) -> str:
     """An answer without the `x \\in` before a set; where the right answer lists values, the last `and` is a
     comma."""
     text = re.sub(r"\A\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)\s*", "", text)
-    if "," not in gold:
+    if "," not in gold and "\\pm" not in gold:
         return text
     return re.sub(r"\s*,?\s*\b(?:and|or)\b\s*", ", ", _LATEX_WORDS.sub(r" \1 ", text))
 
@@ -198,6 +204,14 @@ def _sides_of_expression(gold: str, text: str) -> list[str]:
         return [text]
     pieces, _ = _split(text)
     return [p for p in pieces[:-1] if p and not _NAME.fullmatch(p.strip())] + pieces[-1:]
+
+
+def _chosen(text: str) -> str | None:
+    """The letter of a multiple-choice answer: "(C) 12", "C. 12", "option C", in small letters; None for
+    two."""
+    text = _bare_words(plain(text)) if text.strip("()[] .")[1:] else text.strip("()[] .").casefold()
+    found = _CHOICE_MADE.match(text)
+    return (found[1] or found[2]) if found and not _OTHER_CHOICE.search(text[found.end() :]) else None
 
 
 def _is_words(gold: str) -> bool:

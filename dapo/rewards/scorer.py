@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..sources import Source
 
 logger = logging.getLogger(__name__)
+SHOWN_FAILURES = 5
 PER_ROW = "data_source"
 """The mode that leaves the choice to the column of this name."""
 
@@ -41,6 +43,9 @@ class Scorer:
                 f"reward.answer_pattern {config.answer_pattern!r} is not a valid pattern: {error}"
             ) from None
         self._checked: set[str] = set()
+        self.failures = 0
+        """Responses that could not be judged."""
+        self._counting = threading.Lock()
         if self.mode is not None:
             self._check(self.mode.judge, self.mode.key, "reward.mode")
         for name, term in config.terms.items():
@@ -111,10 +116,18 @@ class Scorer:
                 verdict, failure=verdict.failure or failure, terms={**verdict.terms, name: value}
             )
         if verdict.failed:
-            logger.warning(
-                "no verdict on prompt %d, response %.80r: %s", prompt.index, response, verdict.failure
-            )
+            self._warn(verdict.failure, response, prompt)
         return verdict
+
+    def _warn(self, failure: str, response: str, prompt: Prompt) -> None:
+        """Logs the first failures one by one, then only that there are more."""
+        with self._counting:
+            self.failures += 1
+            count = self.failures
+        if count <= SHOWN_FAILURES:
+            logger.warning("no verdict on prompt %d, response %.80r: %s", prompt.index, response, failure)
+        elif count in (10, 100, 1000, 10_000, 100_000):
+            logger.warning("no verdict on %d responses so far, the last for: %s", count, failure)
 
     def close(self) -> None:
         """Ends the workers."""

@@ -26,7 +26,8 @@ _MIXED = re.compile(
     rf"([{re.escape(MINUS)}]?)\s?(\d+)(?:\s?(\\[dt]?frac\s?\{{\d+\}}\s?\{{\d+\}})|\s(\d+/\d+))", re.ASCII
 )
 _SCIENTIFIC = re.compile(
-    rf"([{re.escape(MINUS)}]?\d+(?:\.\d+)?)\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?\^\s?\{{?\s?([-−]?\d{{1,3}})\s?\}}?",
+    rf"([{re.escape(MINUS)}]?\d+(?:\.\d+)?)"
+    r"(?:\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?\^\s?\{?\s?([-−]?\d{1,3})\s?\}?|[eE]([-−+]?\d{1,3})(?![\d.]))",
     re.ASCII,
 )
 _NUMBER = re.compile(NUMBER, re.ASCII)
@@ -145,7 +146,7 @@ def _value_at_start(text: str) -> tuple[Fraction | None, int, bool]:
     scientific = _SCIENTIFIC.match(text)
     if scientific:
         value = exact_value(scientific[1])
-        exponent = int(scientific[2].replace("−", "-"))
+        exponent = int((scientific[2] or scientific[3]).replace("−", "-"))
         return None if value is None else value * Fraction(10) ** exponent, scientific.end(), False
     number = _NUMBER.match(text)
     if not number:
