@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
-from .errors import UserError
 from .rewards.numbers import NUMBER, exact_value
 
 CLASSES = ("integer", "number", "expression", "choice", "text", "ambiguous", "unverifiable", "empty")
@@ -41,6 +41,11 @@ _CHOICE = re.compile(r"[(\[]?[A-E][)\].:]?")
 _GROUPED = re.compile(r"[-+−]?\d+(?:,\d+)+(?:\.\d*)?|[-+−]?\d+(?:\.\d+){2,}")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _CONJUNCTION = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_POWER_OF_TEN = re.compile(
+    r"([-+−]?(?:\d+(?:\.\d*)?|\.\d+))(?:[eE]|\s?(?:\\times|\\cdot|[×·*])\s?10\s?\^\s?)"
+    r"(?:([-+−]?\d{1,3})|\{\s?([-+−]?\d{1,3})\s?\})",
+    re.ASCII,
+)
 _MIXED = re.compile(r"[-+−]?\d+\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?|[-+−]?\d+\s+\d+\s*/\s*\d+")
 _RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+(?:\s*[ap]\.?m\.?)?", re.I)
 _SYMBOL_UNIT = re.compile(r"\\?[$€£]\s*[\d.].*|.*(?:%|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)", re.S)
@@ -60,7 +65,17 @@ _SHORT_WORD = re.compile(r"no|or|an|is|of|to|at|in|by|[cmk]m|[mk]g|m[lL]|ft|lb|o
 
 def same_answer(one: str, other: str) -> bool:
     """Whether two right answers agree: equal as texts, or as numbers."""
-    return one == other or (exact_value(one) is not None and exact_value(one) == exact_value(other))
+    return one == other or (_value(one) is not None and _value(one) == _value(other))
+
+
+def _value(answer: str) -> Fraction | None:
+    """Of a number, `1.5e3` and `3 \\times 10^5` among them; None for all else."""
+    power = _POWER_OF_TEN.fullmatch(answer)
+    if power is None:
+        return exact_value(answer)
+    value = exact_value(power[1])
+    exponent = int((power[2] or power[3]).replace("−", "-"))
+    return None if value is None else value * Fraction(10) ** exponent
 
 
 def classify(answer: str, mode: str = "math") -> AnswerClass:
@@ -93,16 +108,6 @@ def _is_parsed(answer: str) -> bool:
     return any(verify(f"Answer: {other}", answer) for other in (rf"\left({bare}\right)", rf"1 \cdot {bare}"))
 
 
-def check_mode(mode: str, key: str) -> None:
-    """Raises `UserError`, which names `key`, where rewards have no such mode."""
-    from .rewards import verify
-
-    try:
-        verify("", "", mode)
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from None
-
-
 def gold(answer: str, mode: str) -> str:
     """The right answer of an answer column."""
     return (answer.rpartition("####")[2] if mode == "gsm8k" else answer).strip()
@@ -115,7 +120,7 @@ def shape(answer: str) -> AnswerClass:
         return AnswerClass("empty")
     if _CHOICE.fullmatch(text):
         return AnswerClass("choice")
-    value = exact_value(text)
+    value = _value(text)
     if value is not None:
         return AnswerClass("integer" if value.denominator == 1 else "number")
     reason = _ambiguity(text)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from .answer_classes import same_answer
 from .config import DataConfig, SourceConfig
 from .errors import UserError
+from .records import MEND_EMPTY, counted
 from .sources import Row, Source, open_source
 
 
@@ -36,11 +38,27 @@ class PromptSet:
     prompts: list[Prompt]
     dropped: Counter[str]
     """How many prompts each of `held out`, `duplicate` and `too long` cost."""
+    conflicts: int = 0
+    """Prompts that stand in the source with two answers."""
 
     def describe(self) -> str:
         """What is used and what was left out, for the start of a run."""
-        parts = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
-        return f"{len(self.prompts)} prompts" + (f" (left out: {', '.join(parts)})" if parts else "")
+        line = counted(len(self.prompts), "prompt") + left_out(self.dropped)
+        return line + conflicting(self.conflicts)
+
+
+def left_out(dropped: Counter[str]) -> str:
+    """ " (left out: 1 duplicate, 3 too long)", or "" where nothing was."""
+    parts = [
+        counted(count, reason) if reason == "duplicate" else f"{count} {reason}"
+        for reason, count in sorted(dropped.items())
+    ]
+    return f" (left out: {', '.join(parts)})" if parts else ""
+
+
+def conflicting(prompts: int) -> str:
+    """What to say of prompts that stand with two answers; "" where there are none."""
+    return f"; {counted(prompts, 'prompt')} with conflicting answers" if prompts else ""
 
 
 def load_prompts(
@@ -57,7 +75,8 @@ def load_prompts(
         held_out: prompts that must not be in the result.
     """
     source = open_source(source_config)
-    seen: set[str] = set()
+    seen: dict[str, str] = {}  # the answer of each text
+    conflicts: set[str] = set()
     kept_out = {prompt.text for prompt in held_out.prompts} if held_out else set()
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
@@ -69,15 +88,19 @@ def load_prompts(
         if text in kept_out:
             dropped["held out"] += 1
             continue
-        if config.deduplicate and text in seen:
+        known = text in seen
+        if not same_answer(seen.setdefault(text, row.answer), row.answer):
+            conflicts.add(text)
+        if config.deduplicate and known:
             dropped["duplicate"] += 1
             continue
-        seen.add(text)
         if not _is_unicode(text):
             raise UserError(f"data.{name} ({source_config.source}): row {index + 1} is not valid Unicode")
         ids = tokenise(text, row.question, config, tokenizer)
         if not ids:
-            raise UserError(f"data.{name} ({source_config.source}): row {index + 1} holds an empty prompt")
+            raise UserError(
+                f"data.{name} ({source_config.source}): row {index + 1} holds an empty prompt{MEND_EMPTY}"
+            )
         if len(ids) > config.max_prompt_length:
             dropped["too long"] += 1
             too_long.append(len(ids))
@@ -85,7 +108,7 @@ def load_prompts(
             prompts.append(Prompt(index, text, ids, row))
     if not prompts:
         raise UserError(f"data.{name} ({source_config.source}) {_why_empty(dropped, too_long, config)}")
-    return PromptSet(source, prompts, dropped)
+    return PromptSet(source, prompts, dropped, len(conflicts))
 
 
 def _is_unicode(text: str) -> bool:

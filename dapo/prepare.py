@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .answer_classes import COMPARABLE, check_mode, classify, same_answer
+from .answer_classes import COMPARABLE, classify, same_answer
 from .data_sets import DataSet, find_data_set
 from .errors import UserError
 from .files import replacing
 from .records import as_text, check_prompt, column, find_columns, has_column, open_records, prompt_key
+from .row_modes import check_mode
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Options:
     shuffle: int | None = None
     """Seed."""
     limit: int | None = None
+    force: bool = False
+    """Replace a file that is there."""
 
 
 @dataclass
@@ -91,10 +94,15 @@ def prepare(names: list[str], out: Path, options: Options) -> Counts:
         out: a `.parquet` or `.jsonl` file; its folder is made.
 
     Raises:
-        UserError: for wrong names and options, what cannot be read, and when no row is left.
+        UserError: for wrong names and options, an `out` that exists, what cannot be read, and when no row
+            is left.
     """
     if out.suffix not in (".parquet", ".jsonl"):
-        raise UserError(f"OUT must end in .parquet or .jsonl, got {out}")
+        raise UserError(f"OUT, the last name, must end in .parquet or .jsonl, got {out}")
+    if out.exists() and not options.force:
+        raise UserError(
+            f"OUT {out} exists: --force replaces it; if it is a file to read, name the file to write after it"
+        )
     if options.local is not None and len(names) > 1:
         raise UserError(f"--from takes one data set, got {', '.join(names)}")
     data_sets = {
@@ -118,7 +126,7 @@ def _configured(data_set: DataSet, options: Options) -> DataSet:
     data_set = replace(data_set, **given)
     if "{prompt}" not in data_set.template:
         raise UserError(f"--template must contain {{prompt}}, got {data_set.template!r}")
-    if options.answers != "all":
+    if options.data_source is not None:
         check_mode(data_set.data_source, "--data-source")
     return data_set
 

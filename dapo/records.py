@@ -16,6 +16,8 @@ from typing import Any
 from .errors import UserError
 
 BATCH_ROWS = 1000
+MEND_EMPTY = "; `dapo data prepare FILE OUT` writes the data without such rows"
+"""What to do about rows that lack a prompt or an answer."""
 
 
 def open_records(source: str) -> Callable[[], Iterator[dict]]:
@@ -28,6 +30,11 @@ def open_records(source: str) -> Callable[[], Iterator[dict]]:
         return functools.partial(_read_hub, source, *_hub_name(source))
     path = Path(source)
     read = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix)
+    if path.suffix == ".json":
+        raise UserError(
+            f"data file {path} must be JSON Lines: one object a line, in a file whose name ends in .jsonl "
+            f"(jq -c '.[]' makes them of a JSON list)"
+        )
     if read is None:
         raise UserError(
             f"data source {source!r} must be reasoning_gym:TASK, hub:OWNER/NAME or a path ending in .jsonl, "
@@ -46,7 +53,7 @@ def column(record: dict, name: str, key: str, where: str) -> Any:
         where: file and row, for the same.
     """
     if not has_column(record, name):
-        raise UserError(f"{where} has no column {name!r}: set {key} to one of: {', '.join(record)}")
+        raise UserError(f"{where} has no column {name!r}: set {key} to one of: {', '.join(_leaves(record))}")
     return record[name] if name in record else functools.reduce(dict.__getitem__, name.split("."), record)
 
 
@@ -61,23 +68,41 @@ def has_column(record: dict, name: str) -> bool:
     return True
 
 
-_PROMPT_COLUMNS = ("prompt", "problem", "question")
+_PROMPT_COLUMNS = ("prompt", "question", "problem")
 _ANSWER_COLUMNS = ("reward_model.ground_truth", "answer")
 
 
 def find_columns(record: dict, prompt: str | None, answer: str | None, where: str) -> tuple[str, str]:
-    """Names of the columns of prompt and answer: the given ones, or else the usual ones that a record has."""
+    """Names of the columns of prompt and answer: the given ones, or else the usual ones that a record has.
+    Raises `UserError` where it has none, and where a column is a struct whose parts have names."""
     found = []
     for kind, given, usual in (("prompt", prompt, _PROMPT_COLUMNS), ("answer", answer, _ANSWER_COLUMNS)):
         names = [name for name in usual if has_column(record, name)] if given is None else [given]
         if not names:
             raise UserError(
                 f"{where} has none of the columns {', '.join(usual)}: set --{kind}-column to one of: "
-                f"{', '.join(record)}"
+                f"{', '.join(_leaves(record))}"
             )
-        column(record, names[0], f"--{kind}-column", where)
+        value = column(record, names[0], f"--{kind}-column", where)
+        if isinstance(value, dict) and value:
+            parts = ", ".join(f"{names[0]}.{part}" for part in _leaves(value))
+            raise UserError(f"{where}: {names[0]} has parts: set --{kind}-column to one of: {parts}")
         found.append(names[0])
     return found[0], found[1]
+
+
+def _leaves(record: dict) -> list[str]:
+    """Names of all columns as they can be given: the parts of structs by dots."""
+    names = []
+    for name, value in record.items():
+        nested = isinstance(value, dict) and value
+        names += [f"{name}.{part}" for part in _leaves(value)] if nested else [str(name)]
+    return names
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """ "1 prompt", "1,000 prompts": a number and its noun, for people."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def check_prompt(value: Any, name: str, where: str) -> None:
@@ -85,6 +110,7 @@ def check_prompt(value: Any, name: str, where: str) -> None:
     if not isinstance(value, str) and not are_messages(value):
         raise UserError(
             f"{where}: {name} must be a string or a list of {{role, content}} messages, got {value!r:.80}"
+            f"{MEND_EMPTY if value is None else ''}"
         )
 
 
@@ -149,7 +175,7 @@ def _read_csv(path: Path) -> Iterator[dict]:
     # What it logs it raises as well.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
-        names = _csv_columns(path)
+        names, delimiter = _csv_columns(path)
         with tempfile.TemporaryDirectory() as scratch:  # for its lock file: nothing goes to the user's cache
             table = datasets.load_dataset(
                 "csv",
@@ -157,6 +183,7 @@ def _read_csv(path: Path) -> Iterator[dict]:
                 split="train",
                 streaming=True,
                 cache_dir=scratch,
+                sep=delimiter,
                 keep_default_na=False,
                 # All text, or 05 would be 5.
                 features=datasets.Features({name: datasets.Value("string") for name in names}),
@@ -165,14 +192,26 @@ def _read_csv(path: Path) -> Iterator[dict]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path} cannot be read as CSV in UTF-8: {_line(error)}") from None
+        mend = "; save it as UTF-8" if "codec can't decode" in str(error) else ""
+        raise UserError(f"{path} cannot be read as CSV in UTF-8: {_line(error)}{mend}") from None
 
 
-def _csv_columns(path: Path) -> list[str]:
-    """The header. Raises `UserError` where the first row has more fields: pandas would shift all columns."""
+_DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
+
+
+def _first_rows(path: Path, delimiter: str) -> tuple[list[str] | None, list[str]]:
+    """Header and first row."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = (row for row in csv.reader(file) if row)
-        header, first = next(rows, None), next(rows, [])
+        rows = (row for row in csv.reader(file, delimiter=delimiter) if row)
+        return next(rows, None), next(rows, [])
+
+
+def _csv_columns(path: Path) -> tuple[list[str], str]:
+    """The header and the delimiter: a comma, or what spreadsheets write in its place where the header has
+    none. Raises `UserError` where the first row has more fields: pandas would shift all columns."""
+    found = {delimiter: _first_rows(path, delimiter) for delimiter in _DELIMITERS}
+    delimiter = next((d for d, (header, _) in found.items() if header and len(header) > 1), ",")
+    header, first = found[delimiter]
     if header is None:
         raise UserError(f"{path} is empty: its first line must name the columns")
     if len(set(header)) < len(header):
@@ -180,9 +219,9 @@ def _csv_columns(path: Path) -> list[str]:
     if len(first) > len(header):
         raise UserError(
             f"{path}: the first row has {len(first)} fields, the header {len(header)}: put values that "
-            f"hold a comma in double quotes"
+            f"hold a {_DELIMITERS[delimiter]} in double quotes"
         )
-    return header
+    return header, delimiter
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .config import SourceConfig
 from .errors import UserError
-from .records import as_text, check_prompt, column, open_records
+from .records import MEND_EMPTY, as_text, check_prompt, column, open_records
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class FileSource:
             answer = column(record, config.answer_column, "answer_column", where)
             check_prompt(question, config.prompt_column, where)
             if answer is None:
-                raise UserError(f"{where}: {config.answer_column} is null")
+                raise UserError(f"{where}: {config.answer_column} is null{MEND_EMPTY}")
             yield Row(question, as_text(answer), record)
 
     def judged_row(self, row: Row) -> dict[str, Any]:

@@ -8,16 +8,20 @@ import pytest
 from tiny import write_jsonl
 
 from dapo.answer_classes import CLASSES, AnswerClass, classify, same_answer, shape
-from dapo.check import check, to_markdown
+from dapo.check import Conflict, check, legend, summary, to_markdown
 from dapo.cli import main
+from dapo.data_sets import MATH_TEMPLATE
 from dapo.errors import UserError
 
 SHAPES = {
-    "integer": r"34 | -7 | +7 | −7 | 1,000 | 12,345,678 | 1{,}000 | 10,\!080 | 0 | 007 | 34.0 | 6/3 | 34."
+    "integer": r"1.5e3 | 3 \times 10^5 | 2\cdot10^{3}"
+    r" | 34 | -7 | +7 | −7 | 1,000 | 12,345,678 | 1{,}000 | 10,\!080 | 0 | 007 | 34.0 | 6/3 | 34."
     r" | $34$ | $$34$$ | \(34\) | \[34\] | \boxed{34} | $\boxed{34}$ | \text{34}",
-    "number": r"0.5 | .5 | -1.25 | 3/4 | -3/4 | \frac{1}{2} | \frac12 | -\dfrac{3}{4} | 1,000.5",
+    "number": r"1.5e-3 | -2.5 \times 10^{-2}"
+    r" | 0.5 | .5 | -1.25 | 3/4 | -3/4 | \frac{1}{2} | \frac12 | -\dfrac{3}{4} | 1,000.5",
     "expression": r"\sqrt{2} | 2\pi | 2pi | 3\sqrt{13} | x^2+1 | 6r^2-4r-24 | p - q | 2xy | x | F | 6 - 5i"
-    r" | 5! | 2^{10} | \binom{5}{2} | \log_2 5 | 0.\overline{3} | 1.5 \times 10^3 | (1+2)(3+4) | (1+2)"
+    r" | 5! | 2^{10} | \binom{5}{2} | \log_2 5 | 0.\overline{3} | 3 \times 10^n | 3 \times 5"
+    r" | (1+2)(3+4) | (1+2)"
     r" | sin(x) | f(2,3) | \gcd(2,3) | \cos 30^\circ | \sum_{k=1}^{n} k | \infty | 4210_{5}"
     r" | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
     "choice": r"A | E | (C) | [B] | D. | B) | \text{(C)} | \textbf{(E)} | $A$",
@@ -79,7 +83,8 @@ def test_classify(answer, mode, name):
 def test_same_answer():
     assert same_answer("x", "x") and same_answer("34", "34.0") and same_answer("1,000", "1000")
     assert same_answer("1/2", r"\frac{1}{2}") and not same_answer("1/2", "0.51")
-    assert not same_answer("x", "y") and not same_answer("x", "3")
+    assert same_answer("1.5e3", "1500") and same_answer(r"3 \times 10^{-2}", "0.03")
+    assert not same_answer("1.5e3", "1501") and not same_answer("x", "y") and not same_answer("x", "3")
 
 
 def row(prompt: object, answer: object) -> dict:
@@ -102,7 +107,8 @@ ROWS = [
 def test_report_on_a_file(tmp_path):
     report = check(str(write_jsonl(tmp_path / "data.jsonl", ROWS)))
     assert (report.rows, report.prompts, report.duplicates, report.empty_prompts) == (15, 10, 4, 1)
-    assert report.conflicting == [10] and report.columns == ("prompt", "answer") and report.comparable == 14
+    assert report.conflicting == [Conflict("p2", (3, 10), ("2", "3"))]  # 4 in row 11 makes no other one
+    assert report.columns == ("prompt", "answer") and report.comparable == 14
     groups = {str(kind): (group.rows, group.answers) for kind, group in report.groups.items()}
     assert groups == {
         "integer": (11, 8),  # 1 and 1.0 are two texts
@@ -120,11 +126,9 @@ def test_report_on_a_file(tmp_path):
 def test_markdown(tmp_path):
     page = to_markdown(check(str(write_jsonl(tmp_path / "data.jsonl", ROWS))))
     assert "15 rows (prompts in prompt, answers in answer), 10 distinct prompts, 4 duplicates" in page
-    assert (
-        "| integer | 11 | 73.3 % | 8 | a whole number | 1: `0`<br>2: `1`<br>3: `2`<br>4: `3`<br>5: `4` |"
-        in page
-    )
+    assert "| integer | 11 | 73.3 % | 8 | 1: `0`<br>2: `1`<br>3: `2`<br>4: `3`<br>5: `4` |" in page
     assert "| 12: `` Evelyn \\| `Ann` `` |" in page
+    assert "\n- integer: a whole number\n- text: compared by its spelling\n" in page
     table = [line for line in page.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 5 and len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
 
@@ -133,7 +137,13 @@ def test_command(tmp_path, capsys):
     path, out = str(write_jsonl(tmp_path / "data.jsonl", ROWS)), tmp_path / "new" / "report.md"
     assert main(["data", "check", path, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "73.3 %" in shown and "1 prompts with conflicting answers" in shown and "in rows 10." in shown
+    assert "73.3 %" in shown and ", 1 prompt with conflicting answers" in shown
+    assert '\nConflicting answers:\n- "p2": 2 in row 3, 3 in row 10\n' in shown
+    table, _, below = shown.partition("\ninteger: a whole number\n")  # what the classes mean stands below
+    assert below.startswith("text: compared by its spelling\n")
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 15  # wrapped at words, not letter by letter
+    assert any(re.match(r" *ambiguous: malformed +1 +6.7 % +1 +15: 12,34", line) for line in lines)
     assert out.read_text(encoding="utf-8").startswith("# Answers\n") and list(out.parent.iterdir()) == [out]
 
 
@@ -146,6 +156,76 @@ def test_nothing_to_compare(tmp_path, capsys):
     assert "integer" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "report.txt", "report"])
+def test_a_report_replaces_no_data(tmp_path, capsys, name):
+    path, out = write_jsonl(tmp_path / "data.jsonl", ROWS), tmp_path / name
+    before = path.read_bytes()
+    assert main(["data", "check", str(path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"--out {out} is FILE itself" in error
+        if out == path
+        else f"--out must end in .md, got {out}" in error
+    )
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_legend_speaks_of_mode_math_where_it_judges(tmp_path):
+    path = str(write_jsonl(tmp_path / "data.jsonl", [row("a", r"\sqrt{2}")]))
+    assert legend(check(path)) == ["expression: one closed form; mode math compares its value"]
+    assert legend(check(path, "math_dapo")) == ["expression: one closed form"]
+
+
+def test_conflicts_show_the_problem_and_not_the_words_around_it(tmp_path):
+    prompt = MATH_TEMPLATE.replace("{prompt}", "How many " + "x" * 80)
+    rows = [row([{"role": "user", "content": prompt}], answer) for answer in ("1", r"\frac12", None)]
+    (conflict,) = check(str(write_jsonl(tmp_path / "data.jsonl", rows))).conflicting
+    assert str(conflict) == f'"How many {"x" * 50}…": 1 in row 1, \\frac12 in row 2'
+
+
+SOLUTION = "Half of 68 is 34.\n#### 34"
+
+
+def test_each_row_is_judged_by_the_mode_it_names(tmp_path):
+    rows = [row("a", SOLUTION) | {"data_source": "openai/gsm8k"}, row("b", "5") | {"data_source": "math"}]
+    rows += [row("c", SOLUTION) | {"data_source": "math"}]
+    path = str(write_jsonl(tmp_path / "data.jsonl", rows))
+    report = check(path, "data_source")
+    groups = {str(kind): group.rows for kind, group in report.groups.items()}
+    assert groups == {"integer": 2, "unverifiable: worked solution": 1} and report.note == ""
+    assert report.modes == {"gsm8k", "math"} and report.groups[AnswerClass("integer")].examples[0] == (
+        1,
+        "34",
+    )
+    assert "judged by the mode that each row names in data_source (gsm8k, math)" in summary(report)
+
+
+@pytest.mark.parametrize(
+    "second, complaint",
+    [
+        ({}, "row 2 has no column data_source"),
+        ({"data_source": None}, "row 2: data_source is None: mode must be a string"),
+        ({"data_source": "maths"}, "row 2: data_source is 'maths': no reward mode 'maths'; there are exact"),
+        ({"data_source": "no_such:mode"}, "row 2: data_source: 'no_such:mode': No module named"),
+    ],
+)
+def test_rows_that_name_no_mode(tmp_path, second, complaint):
+    rows = [row("a", "1") | {"data_source": "math"}, row("b", "2") | second]
+    path = str(write_jsonl(tmp_path / "data.jsonl", rows))
+    with pytest.raises(UserError, match=re.escape(complaint)):
+        check(path, "data_source")
+
+
+def test_modes_that_rows_name_and_nobody_asked_for(tmp_path):
+    names = ["openai/gsm8k", "math", "unknown", None, 7]
+    rows = [row(f"p{i}", "1") | {"data_source": name} for i, name in enumerate(names)]
+    path = str(write_jsonl(tmp_path / "data.jsonl", rows))
+    note = "rows name their mode (gsm8k) in data_source; judged by math: --mode data_source judges by theirs"
+    assert check(path).note == note and f"\nNote: {note}." in summary(check(path))
+    assert check(path, "math").note == ""
+    assert check(str(write_jsonl(tmp_path / "math.jsonl", rows[1:]))).note == ""
+
+
 def test_columns_and_what_is_wrong(tmp_path):
     path = str(write_jsonl(tmp_path / "data.jsonl", [{"q": "a", "gold": "1"}]))
     assert check(path, prompt_column="q", answer_column="gold").comparable == 1
@@ -153,7 +233,10 @@ def test_columns_and_what_is_wrong(tmp_path):
         UserError, match=r"row 1 has none of the columns .*set --prompt-column to one of: q, gold"
     ):
         check(path)
-    with pytest.raises(UserError, match="--mode: no reward mode 'maths'; there are exact, gsm8k"):
+    with pytest.raises(
+        UserError,
+        match=r"--mode: no reward mode 'maths'; there are exact, gsm8k.* or data_source, by which each row",
+    ):
         check(path, "maths")
     with pytest.raises(UserError, match="holds no rows"):
         check(str(write_jsonl(tmp_path / "empty.jsonl", [])))

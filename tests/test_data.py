@@ -163,6 +163,25 @@ def test_held_out_prompts_are_excluded(load, plain):
     assert texts(again) == ["Q b", "Q a"]  # what counts is the text the model sees
 
 
+def test_copies_that_disagree_are_told(load, plain):
+    rows = [
+        {"prompt": p, "answer": a}
+        for p, a in (("a", "1"), ("a", "2"), ("b", "1/2"), ("a", "3"), ("b", "0.5"))
+    ]
+    prompts = load(rows, plain, name="eval")
+    assert prompts.describe() == "2 prompts (left out: 3 duplicates); 1 prompt with conflicting answers"
+    assert load(rows, plain, deduplicate=False).describe() == "5 prompts; 1 prompt with conflicting answers"
+    assert load(rows[2:3], plain).describe() == "1 prompt"
+
+
+def test_empty_prompts_are_to_be_dropped_and_empty_answers_are_not(load, plain):
+    with pytest.raises(
+        UserError, match=r"row 2 holds an empty prompt; `dapo data prepare FILE OUT` writes the"
+    ):
+        load(["a", ""], plain)
+    assert [prompt.row.answer for prompt in load([{"prompt": "a", "answer": ""}], plain).prompts] == [""]
+
+
 def test_limit_counts_kept_prompts(load, plain):
     held_out = load(["h"], plain, name="eval")
     rows = ["too long", "a", "a", "h", "b", "c", "too long too"]
@@ -279,7 +298,14 @@ def test_aime(request, chat):
         ({"prompt": ["a"], "answer": "1"}, "list of {role, content} messages"),
         ({"prompt": [], "answer": "1"}, "list of {role, content} messages"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "list of {role, content} messages"),
-        ({"prompt": "a", "answer": None}, "answer is null"),
+        (
+            {"prompt": "a", "answer": None},
+            "answer is null; `dapo data prepare FILE OUT` writes the data without",
+        ),
+        (
+            {"prompt": None, "answer": "1"},
+            "messages, got None; `dapo data prepare FILE OUT` writes",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used(tmp_path, row, complaint):

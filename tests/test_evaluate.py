@@ -14,6 +14,7 @@ from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tiny import EOS, write_jsonl
@@ -22,13 +23,15 @@ from transformers import AutoTokenizer
 from dapo.cli import main
 from dapo.config import Config, ModelConfig
 from dapo.data import Prompt
+from dapo.errors import UserError
 from dapo.evaluate import Task, evaluate, respond
 from dapo.evaluation.options import fingerprint, make_options, name_of
 from dapo.evaluation.problems import load_problems
 from dapo.evaluation.progress import EvalProgress
+from dapo.evaluation.summary import describe, markdown, summarise
 from dapo.model import load_model
 from dapo.report import write_report
-from dapo.report.eval_page import evaluation_page
+from dapo.report.eval_page import accuracy_chart, accuracy_edges, evaluation_page, problem_view
 from dapo.rewards import Verdict
 from dapo.rollout import Completion, HFEngine, Request, SamplingParams
 from dapo.sources import Row
@@ -227,11 +230,13 @@ def test_batches_do_not_matter(tmp_path, done, tiny_model_dir, data, calls, size
     assert (tmp_path / "out/results.jsonl").read_bytes() == (done / "results.jsonl").read_bytes()
 
 
-def test_the_shape_of_the_data_does_not_matter(tmp_path, done, tiny_model_dir) -> None:
+def test_the_shape_of_the_data_does_not_matter(tmp_path, done, tiny_model_dir, capsys) -> None:
     """Every problem six times, in any order, with one response to each row; and a preset's six."""
     rows = QUESTIONS + random.Random(1).sample(QUESTIONS * (N - 1), len(QUESTIONS) * (N - 1))
     repeated = write_jsonl(tmp_path / "repeated.jsonl", rows)
     run_eval(tiny_model_dir, repeated, tmp_path / "out", "-n", "1")
+    line = "each problem stands 6 times in the file: -n 1 asks for 6 samples of each\n"
+    assert f"data: 5 problems x 6 samples, from 30 rows\n{line}" in capsys.readouterr().out
     assert rows_of(tmp_path / "out") == rows_of(done)
     assert timeless(tmp_path / "out")["avg"] == timeless(done)["avg"]
     shuffled = write_jsonl(tmp_path / "shuffled.jsonl", QUESTIONS[::-1])
@@ -261,8 +266,8 @@ def test_limit_counts_problems_and_a_preset_counts_samples_a_problem(tmp_path, t
     [
         (["--temperature", "0.5"], "temperature (1.0 there, 0.5 now) differs"),
         (["--max-tokens", "7", "--seed", "3"], "max_tokens (8 there, 7 now), seed (0 there, 3 now) differ"),
-        (["-n", "2"], "samples ('6' there, '2' now)"),
-        (["--limit", "4"], "problems_sha256"),
+        (["-n", "2"], "other settings: samples (6 there, 2 now) differs;"),
+        (["--limit", "4"], "other settings: limit (None there, 4 now) differs;"),
         (["--mode", "math"], "mode ('exact' there, 'math' now)"),
     ],
 )
@@ -279,6 +284,14 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, done, tiny_model_d
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     run_eval(tiny_model_dir, data, tmp_path, "-n", str(N), code=2)
     assert "model_fingerprint ('of yesterday' there" in capsys.readouterr().err
+
+
+def test_other_problems_in_the_same_file_are_refused(tmp_path, tiny_model_dir, capsys) -> None:
+    data, out = write_jsonl(tmp_path / "data.jsonl", QUESTIONS[:1]), tmp_path / "out"
+    run_eval(tiny_model_dir, data, out)
+    write_jsonl(data, QUESTIONS[1:2])
+    run_eval(tiny_model_dir, data, out, code=2)
+    assert "other settings: problems_sha256 ('" in capsys.readouterr().err
 
 
 def test_fingerprint_changes_with_the_weights_and_the_tokenizer(tmp_path) -> None:
@@ -306,7 +319,12 @@ def test_fingerprint_changes_with_the_weights_and_the_tokenizer(tmp_path) -> Non
         (None, ["-n", "4", "-k", "2,5"], ["-k 5 is over the 4 samples"]),
         (None, ["-k", "two"], ["-k must be whole numbers", "'two'"]),
         (None, ["--template", "Q"], ["--template must contain {prompt}", "'Q'"]),
-        (None, ["--mode", "maths"], ["--mode", "maths", "math_dapo"]),
+        ("nomodel", [], ["MODEL nomodel is not a folder"]),
+        (
+            None,
+            ["--mode", "maths"],
+            ["--mode: no reward mode 'maths'", "math_dapo", "or data_source, by which"],
+        ),
         (None, ["--answer-pattern", "("], ["--answer-pattern '(' is not a valid pattern"]),
         (None, ["--answer-column", "gold"], ["no column 'gold': set --answer-column to one of: question"]),
         (None, ["--chat-template", "yes"], ["--chat-template no"]),
@@ -329,12 +347,51 @@ def test_mistakes_are_one_line_and_write_nothing(
 def test_columns_that_are_not_found_are_asked_for(tmp_path, tiny_model_dir, capsys) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [{"q": "1+1=", "gold": "2"}])
     run_eval(tiny_model_dir, data, tmp_path / "out", code=2)
-    assert (
-        "no column prompt or question or problem for the prompt: set --prompt-column to one of: q, gold"
-        in (capsys.readouterr().err)
+    assert "has none of the columns prompt, question, problem: set --prompt-column to one of: q, gold" in (
+        capsys.readouterr().err
     )
     run_eval(tiny_model_dir, data, tmp_path / "out", "--prompt-column", "q", "--answer-column", "gold")
     assert rows_of(tmp_path / "out")[0]["answer"] == "2"
+
+
+def notes_of(tmp_path: Path, tiny_model_dir: Path, rows: list[dict], **given) -> tuple[str, list[str]]:
+    """The line that describes the data, and the notes below it."""
+    data = write_jsonl(tmp_path / "data.jsonl", rows)
+    options = make_options({"model": "m", "data": str(data)} | given)
+    problems = load_problems(options, AutoTokenizer.from_pretrained(tiny_model_dir))
+    return problems.describe(), problems.notes(options)
+
+
+def test_what_is_said_of_the_data(tmp_path, tiny_model_dir) -> None:
+    def row(prompt: str, answer: str, mode: str) -> dict:
+        return {"prompt": prompt, "answer": answer, "data_source": mode}
+
+    rows = [row("a", "1", "gsm8k"), row("a", "2", "math"), row("b", "3", "unknown"), row("b", "3", "exact")]
+    line, notes = notes_of(tmp_path, tiny_model_dir, rows)
+    assert line == "3 problems x 1-2 samples, from 4 rows; 1 prompt with conflicting answers"
+    assert notes == [
+        "rows name their mode (gsm8k) in data_source; judged by math: --mode data_source judges by theirs",
+        "each problem stands 1-2 times in the file: -n 1 asks for 1-2 samples of each",
+    ]
+    assert notes_of(tmp_path, tiny_model_dir, rows, mode="math", temperature=0.0)[1] == []
+    assert notes_of(tmp_path, tiny_model_dir, rows, limit=1)[0] == "1 problem x 1 sample, from 1 row"
+    assert notes_of(tmp_path, tiny_model_dir, rows[1:2]) == ("1 problem x 1 sample, from 1 row", [])
+
+
+@pytest.mark.parametrize("answer", ["", "  ", None])
+def test_rows_without_an_answer_are_refused(tmp_path, tiny_model_dir, answer) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": answer}]
+    with pytest.raises(
+        UserError, match=r"row 2: answer is (empty|null); `dapo data prepare FILE OUT` writes"
+    ):
+        notes_of(tmp_path, tiny_model_dir, rows)
+
+
+def test_empty_answers_of_csv_files_are_refused(tmp_path, tiny_model_dir, capsys) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("prompt,answer\n1+1=,2\n2+2=,\n")
+    run_eval(tiny_model_dir, data, tmp_path / "out", code=2)
+    assert f"DATA {data} row 2: answer is empty; `dapo data prepare" in capsys.readouterr().err
 
 
 def test_dapo_schema_is_found(tmp_path, tiny_chat_model_dir) -> None:
@@ -567,7 +624,59 @@ def test_page_shows_problems_and_needs_no_network(done: Path) -> None:
     assert widths == [f"{100 * line['accuracy']:.1f}" for line in summary["per_problem"]]
     shown = [one for line in summary["per_problem"] for one in line["frequent_answers"]]
     assert all(f"{one['answer']}{' ✓' * one['right']} × {one['count']}" in page for one in shown)
-    assert re.findall(r"<h3>(.*?)</h3>", page)[2:] == ["Right", "Wrong", "Cut at the limit"]
+    assert re.findall(r"<h3>(.*?)</h3>", page)[2:] == ["Right", "Wrong", "Truncated"]
+    texts = [page, (done / "summary.md").read_text(encoding="utf-8")]
+    assert not any(re.search("cut at|<th>Cut", text, re.IGNORECASE) for text in texts)
+    assert all(re.search("truncated", text, re.IGNORECASE) for text in texts)
+
+
+def bars_of(values: list[float], samples: int) -> tuple[list[str], list[float]]:
+    """Labels of the accuracy chart's axis, and where its bars stand."""
+    rows = [{"accuracy": value, "samples": samples} for value in values]
+    svg = accuracy_chart({"per_problem": rows})["svg"]
+    counts, edges = np.histogram(values, bins=accuracy_edges(samples))
+    centres = [round((a + b) / 2, 3) for a, b, count in zip(edges, edges[1:], counts) if count]
+    return re.findall(r"<text[^>]*>([^<]*%)</text>", svg), centres
+
+
+def test_accuracies_are_drawn_from_0_to_100_percent() -> None:
+    labels = ["0%", "20%", "40%", "60%", "80%", "100%"]
+    assert bars_of([0, 0, 1], 1) == (labels, [0.05, 0.95])
+    assert bars_of([0, 0.5, 1], 2) == (labels, [0.167, 0.5, 0.833])
+    for n in (3, 7, 20):  # each value has its own bar, in spite of rounding
+        assert len(bars_of([i / n for i in range(n + 1)], n)[1]) == n + 1 == len(accuracy_edges(n)) - 1
+    assert len(accuracy_edges(1000)) - 1 == 21
+
+
+def test_nothing_right_says_what_the_interval_cannot(done: Path) -> None:
+    rows = [row | {"accuracy": 0} for row in rows_of(done)]
+    facts = {"date": "today", "command": "c", "tokens_per_s": 1.0, "left_out": {}}
+    settings = summary_of(done)["settings"]
+    nothing, something = (summarise(r, settings, [1], facts) for r in (rows, rows_of(done)))
+    says = "with 5 problems the true value may still be up to about 3/5 (60.0%)"
+    assert "avg@6 0.0% (95 % interval 0.0 to 0.0)" in describe(nothing)
+    assert says in describe(nothing) and says in markdown(nothing) and says in evaluation_page(nothing, rows)
+    assert "may still be" not in describe(something) + evaluation_page(something, rows_of(done))
+    (one,) = [summarise(rows[:1], settings, [1], facts)]
+    assert "1 problem, 1 response, " in describe(
+        one
+    ) and "with 1 problem the true value may still be anything" in describe(one)
+    assert "to 1 problem<" in evaluation_page(one, rows[:1]).replace(", 1 tokens/s", "")
+
+
+def test_titles_are_names(done: Path) -> None:
+    summary = summary_of(done)
+    summary["settings"] |= {"model": "/home/me/runs/mine/model", "data": "/data/aime.parquet"}
+    assert markdown(summary).startswith("# mine on aime\n")
+    assert "<h1>mine</h1>" in evaluation_page(summary, rows_of(done))
+    assert summary["samples"] == summary["settings"]["samples"] == N
+
+
+def test_the_right_answer_of_a_whole_solution_is_its_number() -> None:
+    row = {"problem": 0, "answer": "9 * 2 = 18\n#### 18", "accuracy": 0.5, "frequent_answers": []}
+    row |= {"length_mean": 4.0, "truncated": 1, "samples": 2}
+    assert [problem_view(row, "p", mode)["answer"] for mode in ("gsm8k", "data_source")] == ["18", "18"]
+    assert problem_view(row, "p", "math")["answer"] == row["answer"]  # as it is judged
 
 
 def test_half_a_surrogate_pair_survives_the_file(tmp_path: Path) -> None:
@@ -596,7 +705,7 @@ def test_smollm2_on_aime(request, tmp_path, capsys) -> None:
         pytest.skip("needs models/SmolLM2-135M-Instruct and ../shared/data/aime-2024.parquet")
     options = ["--limit", "8", "--temperature", "0", "--max-tokens", "24", "--out", str(tmp_path / "out")]
     assert main(["eval", str(model), str(data), *options]) == 0
-    assert "data: 8 problems x 1 samples, from 256 rows" in capsys.readouterr().out
+    assert "data: 8 problems x 1 sample, from 256 rows" in capsys.readouterr().out
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 8 and all(
         row["prompt"].count("Solve the following math problem") == 1 for row in rows

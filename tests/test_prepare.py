@@ -54,7 +54,7 @@ def run(tmp_path):
     def run(rows: list[dict], name: str | None = None, out: str = "out.jsonl", **options):
         path = str(write_jsonl(tmp_path / "in.jsonl", rows))
         names, local = ([path], None) if name is None else ([name], path)
-        counts = prepare(names, tmp_path / out, Options(local=local, **options))
+        counts = prepare(names, tmp_path / out, Options(local=local, force=True, **options))
         assert counts.read == counts.written + dropped(counts) == len(rows)
         written = read(tmp_path / out)
         assert len(written) == counts.written
@@ -233,7 +233,7 @@ def test_where_data_sets_come_from(name, split, source):
     [
         (["aime"], "o.jsonl", {}, "'aime' must be a file, hub:OWNER/NAME or one of dapo-math-17k"),
         (["no.jsonl"], "o.jsonl", {}, "data file no.jsonl not found"),
-        (["gsm8k"], "o.csv", {}, "OUT must end in .parquet or .jsonl, got"),
+        (["gsm8k"], "o.csv", {}, "OUT, the last name, must end in .parquet or .jsonl, got"),
         (["x.jsonl"], "o.jsonl", {"local": "y.jsonl"}, "--from is for dapo-math-17k"),
         (
             ["gsm8k", "math-500"],
@@ -246,8 +246,14 @@ def test_where_data_sets_come_from(name, split, source):
         (
             ["gsm8k"],
             "o.jsonl",
-            {"data_source": "maths", "answers": "integer"},
-            "--data-source: no reward mode 'maths'",
+            {"data_source": "maths"},
+            "--data-source: no reward mode 'maths'; there are exact, gsm8k",
+        ),
+        (
+            ["gsm8k"],
+            "o.jsonl",
+            {"data_source": "no_such:mode"},
+            "--data-source: 'no_such:mode': No module named",
         ),
     ],
 )
@@ -264,11 +270,23 @@ def test_a_failure_leaves_the_old_file(tmp_path):
         tmp_path / "in.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b\ud800", "answer": "2"}]
     )
     with pytest.raises(UserError, match="not valid Unicode"):
-        prepare([str(path)], out, Options())
+        prepare([str(path)], out, Options(force=True))
     assert read(out) == [{"old": True}] and sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
     with pytest.raises(UserError, match=r"no row is left to write: rows read 1, .*empty answer 1"):
-        prepare([str(write_jsonl(path, [{"prompt": "a", "answer": ""}]))], out, Options())
+        prepare([str(write_jsonl(path, [{"prompt": "a", "answer": ""}]))], out, Options(force=True))
     assert read(out) == [{"old": True}]
+
+
+def test_what_exists_is_replaced_by_force_alone(tmp_path, capsys):
+    """OUT forgotten, the last file to read would be it."""
+    one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "answer": "1"}])
+    two = write_jsonl(tmp_path / "two.jsonl", [{"prompt": "b", "answer": "2"}])
+    assert main(["data", "prepare", str(one), str(two)]) == 2
+    error = capsys.readouterr().err
+    assert f"OUT {two} exists: --force replaces it" in error and "name the file to write after it" in error
+    assert read(two) == [{"prompt": "b", "answer": "2"}]
+    assert main(["data", "prepare", str(one), str(two), "--force"]) == 0
+    assert answers(read(two)) == ["1"]
 
 
 def test_command(tmp_path, capsys):
@@ -289,7 +307,7 @@ def test_command(tmp_path, capsys):
     config = YAML(typ="safe").load(shown[shown.index("data: {") :])  # what to write in the configuration
     assert config["data"]["train"] == {"source": str(out), "answer_column": "reward_model.ground_truth"}
     assert config["reward"] == {"mode": "data_source"}
-    assert main(["data", "prepare", "nonsense", str(out)]) == 2
+    assert main(["data", "prepare", "nonsense", str(out), "--force"]) == 2
     assert re.fullmatch(r"dapo: 'nonsense' must be a file, .*\n", capsys.readouterr().err)
     with pytest.raises(SystemExit, match="2"):
         main(["data", "prepare", "gsm8k", str(out), "--limit", "0"])
@@ -308,9 +326,9 @@ def test_aime_2024(request, tmp_path):
     counts = prepare(["aime-2024"], out, Options(local=path, answers="integer"))
     assert counts == Counts(read=960, unique=30, duplicates=930, written=30)
     assert all(0 <= int(answer) <= 999 for answer in answers(read(out)))
-    assert prepare(["aime-2024"], out, Options(local=path, keep_duplicates=True)).written == 960
+    assert prepare(["aime-2024"], out, Options(local=path, keep_duplicates=True, force=True)).written == 960
     # Wrapping the bare problems gives the prompts of the file: the template is DAPO's.
-    prepare([path], out, Options(prompt_column="extra_info.raw_problem", template=MATH_TEMPLATE))
+    prepare([path], out, Options(prompt_column="extra_info.raw_problem", template=MATH_TEMPLATE, force=True))
     assert {row["prompt"][0]["content"] for row in read(out)} == {
         row["prompt"][0]["content"] for row in pq.read_table(path).to_pylist()
     }

@@ -14,7 +14,7 @@ import pytest
 
 from dapo.config import SourceConfig
 from dapo.errors import UserError
-from dapo.records import find_columns, open_records, prompt_key
+from dapo.records import counted, find_columns, open_records, prompt_key
 from dapo.sources import open_source
 
 
@@ -87,10 +87,31 @@ def test_csv_that_cannot_be_read(tmp_path, text, complaint, monkeypatch):
     assert not logged  # nothing but the one line is shown
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_csv_of_other_delimiters(tmp_path, delimiter):
+    """A comma in a value, or in a header that has others, delimits nothing."""
+    path = write_csv(tmp_path / "data.csv", f"prompt{delimiter}answer\na, b{delimiter}1,5\n")
+    assert records(path) == [{"prompt": "a, b", "answer": "1,5"}]
+    write_csv(path, f"prompt{delimiter}answer\na{delimiter}1{delimiter}5\n")
+    name = {";": "semicolon", "\t": "tab"}[delimiter]
+    with pytest.raises(UserError, match=f"3 fields, the header 2: put values that hold a {name} in double"):
+        records(path)
+
+
+def test_csv_of_one_column_and_of_semicolons_in_names(tmp_path):
+    path = write_csv(tmp_path / "data.csv", "prompt\na;b\n")
+    assert records(path) == [{"prompt": "a;b"}]
+    write_csv(path, "prompt;x,answer\na,1\n")
+    assert records(path) == [{"prompt;x": "a", "answer": "1"}]
+
+
 def test_csv_that_is_not_utf8(tmp_path):
     path = tmp_path / "data.csv"
     path.write_bytes("prompt,answer\né,1\n".encode("latin-1"))
-    with pytest.raises(UserError, match="cannot be read as CSV in UTF-8"):
+    with pytest.raises(UserError, match=r"cannot be read as CSV in UTF-8: .*; save it as UTF-8$"):
+        records(path)
+    path.write_bytes(b"prompt,answer\n" + b"a,1\n" * 100_000 + "é,1\n".encode("latin-1"))  # far below
+    with pytest.raises(UserError, match=r"cannot be read as CSV in UTF-8: .*; save it as UTF-8$"):
         records(path)
 
 
@@ -224,15 +245,36 @@ def test_unknown_kinds_of_sources(source):
         open_records(source)
 
 
+def test_json_is_to_be_made_json_lines():
+    with pytest.raises(
+        UserError, match=r"data.json must be JSON Lines: one object a line, .* ends in .jsonl"
+    ):
+        open_records("data.json")
+
+
+def test_columns_with_parts_are_named_by_their_parts():
+    record = {"q": "a", "sol": {"final": "1", "steps": {"all": []}}}
+    with pytest.raises(
+        UserError, match=r"f: sol has parts: set --answer-column to one of: sol\.final, sol\.steps\.all$"
+    ):
+        find_columns(record, "q", "sol", "f")
+    with pytest.raises(UserError, match=r"set --answer-column to one of: q, sol\.final, sol\.steps\.all$"):
+        find_columns(record, "q", None, "f")
+    assert find_columns(record, "q", "sol.final", "f") == ("q", "sol.final")
+
+
+def test_numbers_agree_with_their_nouns():
+    assert [counted(n, "prompt") for n in (0, 1, 2000)] == ["0 prompts", "1 prompt", "2,000 prompts"]
+    assert counted(2, "copy", "copies") == "2 copies"
+
+
 def test_columns_that_are_found():
     dapo = {"prompt": [], "reward_model": {"ground_truth": "1"}, "answer": "no"}
     assert find_columns(dapo, None, None, "f") == ("prompt", "reward_model.ground_truth")
     assert find_columns(dapo, None, "answer", "f") == ("prompt", "answer")
     assert find_columns({"question": "q", "answer": "1"}, None, None, "f") == ("question", "answer")
-    assert find_columns({"problem": "q", "question": "r", "answer": "1"}, None, None, "f") == (
-        "problem",
-        "answer",
-    )
+    both = {"problem": "q", "question": "r", "answer": "1"}
+    assert find_columns(both, None, None, "f") == ("question", "answer")
     with pytest.raises(UserError, match=r"f has none of the columns .*: set --prompt-column to one of: a, b"):
         find_columns({"a": 1, "b": 2}, None, "b", "f")
     with pytest.raises(UserError, match=r"f has no column 'c': set --answer-column to one of: prompt, b"):

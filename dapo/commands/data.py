@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..data_sets import KNOWN
+from ..errors import UserError
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -34,6 +35,7 @@ def _add_prepare(actions: argparse._SubParsersAction) -> None:
     _add_columns(parser)
     option("--template", help="what to wrap prompts in that are strings; holds {prompt}")
     option("--data-source", metavar="MODE", help="reward mode to write in the data_source column")
+    option("--force", action="store_true", help="replace OUT where it exists")
     option("--keep-duplicates", action="store_true", help="write every copy of a prompt")
     option("--keep-conflicts", action="store_true", help="write prompts whose copies disagree on the answer")
     option(
@@ -56,13 +58,16 @@ def _add_check(actions: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("source", metavar="FILE", help="a .jsonl, .parquet or .csv file, or hub:OWNER/NAME")
     _add_columns(parser)
-    parser.add_argument("--mode", default="math", help="how rewards judge (default: math)")
+    parser.add_argument(
+        "--mode",
+        help="how rewards judge (default: math); data_source: each row by the mode in that column",
+    )
     parser.add_argument("--out", metavar="FILE.md", type=Path, help="also write the report as Markdown")
     parser.set_defaults(run=run_check)
 
 
 def _add_columns(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt-column", metavar="NAME", help="default: prompt, problem or question")
+    parser.add_argument("--prompt-column", metavar="NAME", help="default: prompt, question or problem")
     parser.add_argument(
         "--answer-column", metavar="NAME", help="default: reward_model.ground_truth or answer"
     )
@@ -102,13 +107,16 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..check import check, summary, to_markdown, to_table
+    from ..check import check, legend, summary, to_markdown, to_table
     from ..files import replacing
 
+    if arguments.out is not None:
+        _check_report_path(arguments.source, arguments.out)
     console = Console(markup=False, emoji=False, highlight=False)
     with console.status(f"reading {arguments.source}"):
         report = check(arguments.source, arguments.mode, arguments.prompt_column, arguments.answer_column)
     console.print(to_table(report))
+    console.print("\n".join(legend(report)) + "\n", soft_wrap=True)
     console.print(summary(report), soft_wrap=True)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -116,3 +124,11 @@ def run_check(arguments: argparse.Namespace) -> int:
             temp.write_text(to_markdown(report), encoding="utf-8")
         console.print(arguments.out, soft_wrap=True)
     return 0 if report.comparable else 1
+
+
+def _check_report_path(source: str, out: Path) -> None:
+    """Raises `UserError` where the report would take the place of the data, or of what is no report."""
+    if Path(source).exists() and out.exists() and out.samefile(source):
+        raise UserError(f"--out {out} is FILE itself, which the report would replace: name a .md file")
+    if out.suffix != ".md":
+        raise UserError(f"--out must end in .md, got {out}")

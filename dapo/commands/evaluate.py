@@ -56,7 +56,9 @@ def _add_problems(group: argparse._ArgumentGroup) -> None:
         help="whether prompts go through it; auto: message lists do, strings do not",
     )
     group.add_argument(
-        "--mode", help="how answers are judged: a reward.mode of docs/config.md (math, or the task's own)"
+        "--mode",
+        help="how answers are judged: a mode of docs/rewards.md (math, or the task's own); data_source: each "
+        "row by the mode in that column",
     )
     group.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer")
     group.add_argument(

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import UserError
 from ..files import replacing
 
+FINGERPRINTS = ("model_fingerprint", "problems_sha256")
 Place = tuple[int, int]
 """(problem, sample)."""
 
@@ -93,6 +94,8 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> bool:
     except (ValueError, TypeError):
         raise UserError(f"{path} cannot be read: choose another --out, or remove {folder}") from None
     differing = [key for key in settings | found if settings.get(key) != found.get(key)]
+    # A fingerprint that differs because an option does tells nobody what to do.
+    differing = [key for key in differing if key not in FINGERPRINTS] or differing
     if differing:
         texts = [f"{key} ({found.get(key)!r} there, {settings.get(key)!r} now)" for key in differing]
         raise UserError(

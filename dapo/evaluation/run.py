@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import UserError
 from ..evaluate import Judged, Task, respond
-from ..model import load_model, max_positions
+from ..model import load_model, load_tokenizer, max_positions
 from ..rewards import Scorer
 from ..rollout import HFEngine, SamplingParams
+from ..row_modes import check_mode_name
 from .options import (
     EvalOptions,
     find_model,
@@ -39,21 +39,17 @@ class Evaluation:
         self.results: Results | None = None
         self.engine: HFEngine | None = None
         self.scorer: Scorer | None = None
+        if options.mode is not None:
+            check_mode_name(options.mode, "--mode", per_row=True)
         with words_of_options():
             self.model = find_model(options.model)
-            self.tokenizer = self._load_tokenizer()
+            self.tokenizer = load_tokenizer(model_config(options, self.model))
             self.problems = load_problems(options, self.tokenizer)
-        self.console.print(f"data: {self.problems.describe()}", soft_wrap=True)
+        for line in (f"data: {self.problems.describe()}", *self.problems.notes(options)):
+            self.console.print(line, soft_wrap=True)
         self.ks = self._voters()
         self.settings = self._settings()
         self.is_new = not check_settings(self.folder, self.settings)
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(self.model)
-        except Exception as error:  # whatever is wrong with it, only its owner can mend it
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(f"MODEL {self.model}: no tokenizer could be loaded ({reason})") from None
 
     def _voters(self) -> list[int]:
         """The k of pass@k and maj@k."""

@@ -11,7 +11,10 @@ from typing import Any
 
 from ..errors import UserError
 from ..evaluate import RIGHT
+from ..records import counted
 from ..statistics import avg_at_k, bootstrap_interval, maj_at_k, pass_at_k
+from .options import name_of
+from .problems import span
 from .results import write_text
 
 MAJORITY_DRAWS = 100_000
@@ -38,7 +41,6 @@ def summarise(
     votes = [[vote_of(row) for row in group] for group in groups.values()]
     lengths = [row["length"] for row in rows]
     draws = max(200, MAJORITY_DRAWS // len(groups))
-    sizes = sorted({len(group) for group in right})
     low, high = bootstrap_interval(right)
     average = {"value": avg_at_k(right), "low": low, "high": high}
 
@@ -49,7 +51,7 @@ def summarise(
         "settings": settings,
         **facts,
         "problems": len(groups),
-        "samples": f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}",
+        "samples": span(len(group) for group in right),
         "responses": len(rows),
         "avg": average,
         "pass_at_k": [over_problems(k, (pass_at_k(len(g), sum(g), k) for g in right)) for k in ks],
@@ -115,6 +117,16 @@ def interval(figure: dict[str, float]) -> str:
     return f"{100 * figure['low']:.1f} to {100 * figure['high']:.1f}"
 
 
+def caveat(summary: dict[str, Any]) -> str:
+    """What the interval cannot say where no response is right, as nothing varies then; else ""."""
+    problems = summary["problems"]
+    if summary["avg"]["value"] > 0:
+        return ""
+    return f"no response is right: with {counted(problems, 'problem')} the true value may still be " + (
+        f"up to about 3/{problems} ({3 / problems:.1%})" if problems > 3 else "anything"
+    )
+
+
 def describe(summary: dict[str, Any]) -> str:
     """The headline in one line."""
     settings, average = summary["settings"], summary["avg"]
@@ -124,15 +136,16 @@ def describe(summary: dict[str, Any]) -> str:
     return (
         f"avg@{summary['samples']} {average['value']:.1%} (95 % interval {interval(average)}), "
         f"pass@{last['k']} {last['value']:.1%}, maj@{majority['k']} {majority['value']:.1%}; "
-        f"{summary['problems']} problems, {summary['responses']} responses, {how}, "
-        f"truncated {summary['truncated_frac']:.1%}"
+        f"{counted(summary['problems'], 'problem')}, {counted(summary['responses'], 'response')}, {how}, "
+        f"truncated {summary['truncated_frac']:.1%}" + (f"; {caveat(summary)}" if caveat(summary) else "")
     )
 
 
 def markdown(summary: dict[str, Any]) -> str:
     """The figures as a page of Markdown, the problems left out."""
     settings, length = summary["settings"], summary["response_length"]
-    lines = [f"# {settings['model']} on {settings['data']}", "", describe(summary), ""]
+    title = f"# {name_of(settings['model'])} on {name_of(settings['data'])}"
+    lines = [title, "", describe(summary), ""]
     lines += ["| figure | % | 95 % interval |", "|---|---|---|"]
     lines.append(
         f"| avg@{summary['samples']} | {100 * summary['avg']['value']:.1f} | {interval(summary['avg'])} |"

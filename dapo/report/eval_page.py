@@ -9,6 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from ..evaluation.options import name_of
+from ..evaluation.summary import caveat
+from ..records import counted
+from ..rewards.scorer import PER_ROW
 from .charts import BLUE, VERMILLION
 from .curves import STYLE, figure_svg
 from .page import amount, excerpt, interval, load_template, percent, spread
@@ -27,13 +31,15 @@ def evaluation_page(summary: dict, rows: Sequence[dict]) -> str:
     settings = summary["settings"]
     prompts = {row["problem"]: row["prompt"] for row in rows}
     return load_template("eval.html.jinja").render(
-        name=settings["model"].rstrip("/").rpartition("/")[2],
+        name=name_of(settings["model"]),
         about=about(settings),
         tiles=tiles(summary),
         notes=notes(summary),
         figures=figure_rows(summary),
         charts=[accuracy_chart(summary), length_chart(rows)],
-        problems=[problem_view(row, prompts[row["problem"]]) for row in summary["per_problem"]],
+        problems=[
+            problem_view(row, prompts[row["problem"]], settings["mode"]) for row in summary["per_problem"]
+        ],
         kinds=response_views(rows),
         facts={**settings, "date": summary["date"], "command": summary["command"]},
     )
@@ -63,7 +69,8 @@ def tiles(summary: dict) -> list[tuple[str, str, str]]:
         (
             "Responses",
             amount(summary["responses"]),
-            f"to {amount(summary['problems'])} problems" + (f", {amount(speed)} tokens/s" if speed else ""),
+            f"to {counted(summary['problems'], 'problem')}"
+            + (f", {amount(speed)} tokens/s" if speed else ""),
         ),
         (
             "Response length",
@@ -71,7 +78,7 @@ def tiles(summary: dict) -> list[tuple[str, str, str]]:
             f"mean tokens; median {length['median']:,.0f}, longest {length['max']:,}",
         ),
         (
-            "Cut at the limit",
+            "Truncated",
             percent(summary["truncated_frac"]),
             f"of responses; {percent(summary['no_answer_frac'])} have no answer",
         ),
@@ -80,10 +87,11 @@ def tiles(summary: dict) -> list[tuple[str, str, str]]:
 
 def notes(summary: dict) -> list[str]:
     """What a reader should know before trusting the figures."""
-    found = [f"scorer failures: {count} × {what}" for what, count in summary["scorer_failures"].items()]
+    found = [caveat(summary)] if caveat(summary) else []
+    found += [f"scorer failures: {count} × {what}" for what, count in summary["scorer_failures"].items()]
     found += [f"prompts left out: {count} {why}" for why, count in summary["left_out"].items()]
     if summary["truncated_frac"] > 0.1:
-        found.append(f"{percent(summary['truncated_frac'])} of responses were cut at the limit")
+        found.append(f"{percent(summary['truncated_frac'])} of responses were truncated")
     return found
 
 
@@ -112,16 +120,12 @@ def histogram(title: str, caption: str, draw: Callable[[Axes], None]) -> dict:
 def accuracy_chart(summary: dict) -> dict:
     """How many problems have which accuracy."""
     values = [row["accuracy"] for row in summary["per_problem"]]
-    most = max(row["samples"] for row in summary["per_problem"])
-    bins = min(most, ACCURACY_BINS) + 1
+    edges = accuracy_edges(max(row["samples"] for row in summary["per_problem"]))
 
     def draw(ax: Axes) -> None:
-        # Bars stand over 0, 1/n, ..., 1 where there are few samples: both ends have a bar of their own.
-        step = 1 / (bins - 1)
-        edges = np.linspace(-step / 2, 1 + step / 2, bins + 1)
         ax.hist(values, bins=edges, color=BLUE, rwidth=0.85)
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-        ax.set_xlim(edges[0], edges[-1])
+        ax.set_xlim(0, 1)
         ax.set_xlabel("right responses")
         ax.set_ylabel("problems")
 
@@ -131,8 +135,14 @@ def accuracy_chart(summary: dict) -> dict:
     return histogram("Accuracy of problems", caption, draw)
 
 
+def accuracy_edges(samples: int) -> np.ndarray:
+    """Edges of the bars from 0 to 1. Of up to 20 samples, each of 0, 1/n, ..., 1 has a bar of its own; one
+    sample has narrow bars at both ends."""
+    return np.linspace(0, 1, 11 if samples == 1 else min(samples, ACCURACY_BINS) + 2)
+
+
 def length_chart(rows: Sequence[dict]) -> dict:
-    """How many responses have which length; those cut at the limit on top."""
+    """How many responses have which length; truncated ones on top."""
     cut = [row["length"] for row in rows if row["truncated"]]
     whole = [row["length"] for row in rows if not row["truncated"]]
 
@@ -144,7 +154,7 @@ def length_chart(rows: Sequence[dict]) -> dict:
             bins=edges,
             stacked=True,
             color=[BLUE, VERMILLION],
-            label=["ended", "cut at the limit"],
+            label=["ended", "truncated"],
         )
         ax.set_xlim(0, most + 1)
         ax.set_xlabel("tokens")
@@ -157,11 +167,13 @@ def length_chart(rows: Sequence[dict]) -> dict:
     return histogram("Length of responses", caption, draw)
 
 
-def problem_view(row: dict, prompt: str) -> dict:
+def problem_view(row: dict, prompt: str, mode: str) -> dict:
+    # Whole solutions, which these modes take, end in their answer.
+    answer = row["answer"].rpartition("####")[2].strip() if mode in ("gsm8k", PER_ROW) else row["answer"]
     return {
         "number": row["problem"] + 1,
         "prompt": excerpt(prompt),
-        "answer": short_end(row["answer"]),
+        "answer": short_end(answer),
         "accuracy": percent(row["accuracy"]),
         "width": f"{100 * row['accuracy']:.1f}",
         "answers": [
@@ -187,7 +199,7 @@ def response_views(rows: Sequence[dict]) -> list[tuple[str, list[dict]]]:
     kinds = {
         "Right": [row for row in rows if row["accuracy"]],
         "Wrong": [row for row in rows if not row["accuracy"] and not row["truncated"]],
-        "Cut at the limit": [row for row in rows if not row["accuracy"] and row["truncated"]],
+        "Truncated": [row for row in rows if not row["accuracy"] and row["truncated"]],
     }
     return [
         (kind, [response_view(row) for row in spread(found, SHOWN)]) for kind, found in kinds.items() if found
@@ -201,7 +213,7 @@ def response_view(row: dict) -> dict:
         "answer": excerpt(row["answer"]),
         "title": f"Problem {row['problem'] + 1}, sample {row['sample'] + 1}{extracted}",
         "mark": "right" if row["accuracy"] else "wrong",
-        "length": f"{row['length']:,} tokens",
-        "truncated": row["truncated"],
+        "length": counted(row["length"], "token") + ", truncated" * row["truncated"],
+        "truncated": False,  # said by the length: the report of a run has other words for it
         "text": excerpt(row["response"]),
     }
