@@ -87,7 +87,7 @@ def test_braces_in_prompts_are_text(load, plain):
     assert [plain.decode(prompt.ids) for prompt in prompts.prompts] == texts(prompts)
 
 
-def test_one_bos_whoever_writes_it(load, chat):
+def test_t9_one_bos_whoever_writes_it(load, chat):
     """T9: the tokenizer adds one to plain text, the template writes its own."""
     (prompt,) = load(["1+1"], chat, prompt_template="Q {prompt}", chat_template=True).prompts
     assert prompt.text == "<bos>[user]Q 1+1[assistant]"
@@ -134,7 +134,7 @@ def test_messages_without_a_chat_template(load, plain, chat, monkeypatch):
         load(rows, chat)
 
 
-def test_too_long_is_dropped_and_counted_never_cut(load, plain):
+def test_t10_too_long_is_dropped_and_counted_never_cut(load, plain):
     """T10: the limit itself still fits, and counts tokens of the rendered prompt."""
     rows = ["1", "1" * 7, "1" * 5, "1" * 6, "1" * 50]
     prompts = load(rows, plain, prompt_template="{prompt}=", max_prompt_length=7)

@@ -129,7 +129,7 @@ def test_engine_is_asked_for_the_policy_s_own_distribution(make) -> None:
     assert sampler.engine.sampling == want
 
 
-def test_filter_looks_at_raw_accuracy_never_at_the_shaped_reward(make) -> None:
+def test_t2_filter_looks_at_raw_accuracy_never_at_the_shaped_reward(make) -> None:
     """Prompt 0: all wrong, told apart by their lengths alone. Prompt 1: one right, which its length brings
     down to the reward of a wrong one."""
     sampler = make([["W", "W" * 8], ["R" * 8, "W"], MIXED], **{"algorithm.overlong_penalty_factor": 2.0})
@@ -179,7 +179,7 @@ SCRIPTS_T1 = [["W" * 3], ["R"], [R] + [W] * 7, [R] * 2 + [W] * 6, [R] * 4 + [W] 
         ([RIGHT, WRONG, RIGHT], "Use harder prompts, "),
     ],
 )
-def test_too_few_groups_stop_with_the_solve_rates(make, more: list, advice: str) -> None:
+def test_t1_too_few_groups_stop_with_the_solve_rates(make, more: list, advice: str) -> None:
     shape = {"rollout.prompts_per_step": 5, "rollout.group_size": 8, "algorithm.max_generation_batches": 3}
     sampler = make(SCRIPTS_T1 + more, **shape)
     with pytest.raises(TrainingStopped) as stop:

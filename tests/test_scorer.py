@@ -134,8 +134,7 @@ def test_registered_functions():
 
 
 @pytest.mark.parametrize("deed", ["hang", "crash", "raise", "devour"])
-def test_what_cannot_be_judged_is_wrong_and_logged(make, caplog, deed):
-    """T14."""
+def test_t14_what_cannot_be_judged_is_wrong_and_logged(make, caplog, deed):
     scorer = make(mode="reward_functions:behave")
     verdict = scorer(deed, prompt(deed))
     assert not verdict.correct and verdict.failed

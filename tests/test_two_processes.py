@@ -72,8 +72,8 @@ def runs(tmp_path_factory, tiny_model_dir: Path) -> tuple[Path, Path, str]:
     return one, two, output
 
 
-def test_metrics_are_those_of_one_process(runs) -> None:
-    """T5, T7: uneven lengths, unequal shares, micro-batches that some rank lacks."""
+def test_t5_t7_metrics_are_those_of_one_process(runs) -> None:
+    """Uneven lengths, unequal shares, micro-batches that some rank lacks."""
     one, two, _ = runs
     ours, theirs = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
     assert len(ours) == len(theirs) == 3
@@ -107,8 +107,7 @@ def test_a_mistake_is_said_once(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopping_ends_all_processes(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """T13."""
+def test_t13_stopping_ends_all_processes(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = tiny_config(tmp_path, tiny_model_dir, **{"train.steps": 10_000})
     process = launch(config, start_new_session=True)
     deadline = time.monotonic() + 120

@@ -121,7 +121,7 @@ def test_number_of_updates(make, model, mini, iterations: int, groups: int, upda
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_every_response_cut_and_filtered_is_no_update(make, model, caplog, iterations: int) -> None:
+def test_t6_every_response_cut_and_filtered_is_no_update(make, model, caplog, iterations: int) -> None:
     batch = [(prompt, [(tokens, reward, False) for tokens, reward, _ in rest]) for prompt, rest in BATCH]
     updater = make(**{"algorithm.overlong_filtering": True, "algorithm.num_iterations": iterations})
     before = parameters_of(model)
@@ -141,7 +141,7 @@ def test_a_mini_batch_of_cut_responses_does_not_stop_the_others(make, model) -> 
     assert stats.metrics()["skipped_updates"] == 1 and updater.updates == 1
 
 
-def test_eos_is_trained_and_padding_is_not(model) -> None:
+def test_t8_eos_is_trained_and_padding_is_not(model) -> None:
     """Whatever id pads: targets in the loss are the responses, EOS included, and nothing else."""
     samples = [
         TrainSample(prompt, tokens, [0.0] * len(tokens), 1.0, True)
