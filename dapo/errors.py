@@ -9,3 +9,8 @@ class UserError(ValueError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on as configured; what was written so far is whole (exit code 1)."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, short enough to be part of one line."""
+    return str(error).strip().split("\n")[0]

@@ -18,7 +18,7 @@ from dapo_kernels import PolicyLossConfig, PolicyLossOutput, fused_linear_policy
 from .attention import PACKED_SDPA, NotPackable, boundaries, packed_forward, use_packed_attention
 from .batching import MicroBatch, TrainSample, make_micro_batches
 from .config import ModelConfig
-from .errors import UserError
+from .errors import UserError, first_line
 
 if TYPE_CHECKING:
     from .parallel.context import ContextGroup
@@ -165,7 +165,7 @@ def can_pack(policy: Policy, required: bool) -> bool:
     except NotPackable as error:
         reason = str(error)
     except Exception as error:  # of a decoder that does not know the arguments of packed rows
-        reason = _first_line(error)
+        reason = first_line(error)
     if config._attn_implementation != given:
         policy.model.set_attn_implementation(given)
     name = type(policy.model).__name__
@@ -237,7 +237,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever is wrong with the folder, only its owner can mend it
         raise UserError(
             f"model.path {config.path}: no tokenizer could be loaded; put the model's tokenizer files into "
-            f"that folder ({_first_line(error)})"
+            f"that folder ({first_line(error)})"
         ) from None
 
 
@@ -249,7 +249,7 @@ def load_model(config: ModelConfig) -> Loaded:
     except Exception as error:
         raise UserError(
             f"model.path {config.path}: no model could be loaded; it needs config.json and safetensors of a "
-            f"causal language model ({_first_line(error)})"
+            f"causal language model ({first_line(error)})"
         ) from None
     return Loaded(model, tokenizer, eos_token_ids(model, tokenizer))
 
@@ -293,7 +293,3 @@ def save_model(
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

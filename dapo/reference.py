@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from .config import ModelConfig
-from .errors import UserError
+from .errors import UserError, first_line
 from .model import Policy, verify_head
 
 
@@ -23,10 +23,9 @@ def load_reference(config: ModelConfig, policy: Policy) -> Policy:
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
     except Exception as error:  # whatever is wrong with the folder, only its owner can mend it
-        first_line = str(error).strip().split("\n")[0]
         raise UserError(
             f"model.{key} {path}: no reference model could be loaded; it needs config.json and safetensors "
-            f"of a causal language model ({first_line})"
+            f"of a causal language model ({first_line(error)})"
         ) from None
     ours, theirs = (m.get_output_embeddings().weight.shape[0] for m in (policy.model, model))
     if ours != theirs:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 
 def model_folder(path: str) -> Path:
@@ -28,8 +28,9 @@ def model_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"model.path {path} is neither a folder nor a hub model ({reason})") from None
+        raise UserError(
+            f"model.path {path} is neither a folder nor a hub model ({first_line(error)})"
+        ) from None
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -43,10 +44,9 @@ def empty_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(folder)
         model = _build(config, dtype)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"model.path {folder}: no model could be built; it needs the config.json of a causal language "
-            f"model ({reason})"
+            f"model ({first_line(error)})"
         ) from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .numbers import exact_value
 from .text import MAX_ANSWER, OPENERS, closing, has_prose, occurrences, one_line, unwrap
@@ -71,6 +72,7 @@ class Reading:
     """Something else is offered beside it, or it is taken back."""
 
 
+@lru_cache(maxsize=8)  # a verdict reads its response more than once
 def read_answer(response: str) -> Reading | None:
     """The final answer of a response; None where there is none."""
     response = _visible(response)
@@ -234,13 +236,13 @@ def _unless_taken_back(reading: Reading, text: str, end: int) -> Reading:
     """The reading, hedged where the text behind it says something else."""
     behind = text[end : end + 400]
     said = next(_sentences(text), -1)
-    later = _read_line(text, said)[1].text if said > end and _read_line(text, said)[1] else ""
+    later = _read_line(text, said)[1] if said > end else None
     lines = [line.strip() for line in behind.split("\n")[1:] if line.strip()]
     following = lines[0] if lines else ""
     if following.lower() == "or" and len(lines) > 1:
         following += " " + lines[1]
     own = _first_number(reading.text)
-    another = [_first_number(later), exact_value(unwrap(following.lstrip("-*• ")))]
+    another = [later and _first_number(later.text), exact_value(unwrap(following.lstrip("-*• ")))]
     if any(value is not None and own is not None and value != own for value in another):
         return Reading(reading.text, hedged=True)
     if _DENIED.match(behind) or re.match(r"(?:or|and)\b[^.\n]{0,30}[\d\\]", following, re.I):
