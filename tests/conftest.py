@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -35,3 +36,26 @@ def tiny_chat_model_dir(tmp_path_factory) -> Path:
     from tiny import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("tiny_chat"), chat=True)
+
+
+@pytest.fixture(scope="session")
+def model_fp64(tiny_model_dir: Path):
+    """The first tiny model in fp64, not to be changed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+
+
+@pytest.fixture
+def model(model_fp64):
+    """A copy of it to train."""
+    return copy.deepcopy(model_fp64)
+
+
+@pytest.fixture
+def make(tmp_path: Path, model):
+    """An updater of `model`, with overrides of its configuration by dotted key."""
+    from update_cases import make_updater
+
+    return lambda **overrides: make_updater(tmp_path, model, **overrides)

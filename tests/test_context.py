@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from context_cases import LENGTHS
-from filelock import FileLock
 from parallel_cases import build
-from tiny import tiny_config, tiny_values
+from processes import TESTS, environment, shared_launch, torchrun
+from tiny import of_training, tiny_config, tiny_values
 
 from dapo.config import Config, load_config
 from dapo.errors import UserError
@@ -24,40 +23,27 @@ from dapo.model import Policy
 from dapo.parallel import World
 from dapo.parallel.context import check_heads, share_sequences
 
-TESTS = Path(__file__).parent
 TWO = "exchange llama qwen2_tied checkpointed one_key_head windowed token_sum bfloat16 refused"
 LONGEST = 30  # of a row of 60 tokens, two processes
-# Beginnings of the names of what the machine makes of a run.
-OF_THE_MACHINE = ("time_", "tokens_per_s", "memory", "peak_memory", "mfu")
 
 
-def torchrun(processes: int, *arguments: str) -> str:
-    """What the processes print, all of them to their end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    done = subprocess.run(
-        [*command, str(processes), *arguments], env=environment, capture_output=True, text=True, timeout=240
-    )
+def launch(processes: int, *arguments: str) -> None:
+    """Runs the processes, all of them to their end."""
+    command = torchrun(processes, *arguments)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
 
 
 def run_cases(folder: Path, processes: int, names: list[str]) -> dict[str, dict]:
-    torchrun(processes, str(TESTS / "context_cases.py"), str(folder), *names)
+    launch(processes, str(TESTS / "context_cases.py"), str(folder), *names)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Results of all cases on two processes. Workers of xdist share one launch: the first makes it."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "context"
-    results = folder / "all.json"
-    with FileLock(folder.with_suffix(".lock"), timeout=300):
-        if not results.exists():
-            folder.mkdir(exist_ok=True)
-            results.write_text(json.dumps(run_cases(folder, 2, TWO.split())))
-    return json.loads(results.read_text())
+    """Results of all cases on two processes."""
+    results, _ = shared_launch(tmp_path_factory, "context", lambda folder: run_cases(folder, 2, TWO.split()))
+    return results
 
 
 def assert_as_one_process(result: dict) -> None:
@@ -124,12 +110,12 @@ def trained(folder: Path, model_dir: Path, processes: int, **overrides) -> list[
     config = str(tiny_config(folder, model_dir, **overrides))
     command = ("dapo", "train", config)
     if processes > 1:
-        torchrun(processes, "-m", *command)
+        launch(processes, "-m", *command)
     else:
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(OF_THE_MACHINE)} for line in lines]
+    return [of_training(json.loads(line)) for line in lines]
 
 
 # Two updates a step, so that old log-probs come from a scoring pass, and a reference model that scores too.

@@ -6,12 +6,10 @@ import copy
 import logging
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from update_cases import (
     BATCH,
     NUM_TOKENS,
@@ -19,7 +17,6 @@ from update_cases import (
     captured,
     from_rollout,
     groups_of,
-    make_updater,
     plain_gradients,
     token_logprobs,
 )
@@ -29,21 +26,6 @@ from dapo.mismatch import MismatchStats, correction_weights
 
 NAN = math.nan
 DRIFT = (-1.0, 0.3, 1.2, -0.1)  # raw weights e, 0.74, 0.30 and 1.1, token by token
-
-
-@pytest.fixture(scope="module")
-def model_fp64(tiny_model_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
-
-
-@pytest.fixture
-def model(model_fp64):
-    return copy.deepcopy(model_fp64)
-
-
-@pytest.fixture
-def make(tmp_path: Path, model):
-    return lambda **overrides: make_updater(tmp_path, model, **overrides)
 
 
 def settings(mode: str, level: str = "token", **more) -> dict:

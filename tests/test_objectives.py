@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,33 +19,15 @@ from objective_cases import (
     sequence_sum,
     token_mean,
 )
-from transformers import AutoModelForCausalLM
 from update_cases import (
     BATCH,
     TEMPERATURE,
     assert_close,
     captured,
     groups_of,
-    make_updater,
 )
 
 from dapo.config import Config
-
-
-@pytest.fixture(scope="module")
-def model_fp64(tiny_model_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
-
-
-@pytest.fixture
-def model(model_fp64):
-    return copy.deepcopy(model_fp64)
-
-
-@pytest.fixture
-def make(tmp_path: Path, model):
-    return lambda **overrides: make_updater(tmp_path, model, **overrides)
-
 
 OBJECTIVES = {
     "cispo": ({"objective": "cispo"}, cispo),

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from parallel_cases import BIG, build
+from processes import TESTS, environment, shared_launch, torchrun
 from safetensors.torch import load_file, save_file
 from tiny import GENERATION_DEFAULTS
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -40,20 +38,14 @@ from dapo.parallel import (
     split_across_ranks,
 )
 
-TESTS = Path(__file__).parent
 TWO = """llama qwen2_tied checkpointed no_samples replicate context gathers mixed_precision loading memory
 helpers save stale"""
 
 
-def torchrun(folder: Path, processes: int, cases: list[str]) -> dict[str, dict]:
+def run_cases(folder: Path, processes: int, cases: list[str]) -> dict[str, dict]:
     """Results of the cases; those that did not come to an end are absent."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    command += [str(processes), str(TESTS / "parallel_cases.py"), str(folder), *cases]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    command = torchrun(processes, str(TESTS / "parallel_cases.py"), str(folder), *cases)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     for error in folder.glob("*.error"):
         print(f"{error.name}:\n{error.read_text()}")
     if done.returncode:
@@ -67,16 +59,14 @@ def torchrun(folder: Path, processes: int, cases: list[str]) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Results of all cases on two processes. Workers of xdist share one launch: the first makes it."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "two"
-    results = folder / "all.json"
-    with FileLock(folder.with_suffix(".lock"), timeout=300):
-        if not results.exists():
-            folder.mkdir()
-            write_weights(folder)
-            results.write_text(json.dumps(torchrun(folder, 2, TWO.split())))
-    return json.loads(results.read_text()) | {"folder": folder}
+    """Results of all cases on two processes, and the folder with what they read."""
+
+    def launch(folder: Path) -> dict[str, dict]:
+        write_weights(folder)
+        return run_cases(folder, 2, TWO.split())
+
+    results, folder = shared_launch(tmp_path_factory, "two", launch)
+    return results | {"folder": folder}
 
 
 def write_weights(folder: Path) -> None:
@@ -125,7 +115,7 @@ def test_other_meshes_train_as_one_process(two, case, mesh, data_size):
 
 @pytest.mark.slow
 def test_replicated_shards_train_as_one_process(tmp_path):
-    results = torchrun(tmp_path, 4, ["replicate", "context"])
+    results = run_cases(tmp_path, 4, ["replicate", "context"])
     for case, mesh, data_size in (("replicate", [2, 2, 1], 4), ("context", [1, 2, 2], 2)):
         assert (results[case]["mesh"], results[case]["data_size"]) == (mesh, data_size)
         assert_trains_as_one_process(results[case])

@@ -20,7 +20,6 @@ from update_cases import (
     assert_close,
     captured,
     groups_of,
-    make_updater,
     token_logprobs,
 )
 
@@ -28,21 +27,6 @@ from dapo.config import Config
 from dapo.errors import UserError
 from dapo.model import Policy
 from dapo.update import Updater
-
-
-@pytest.fixture(scope="module")
-def model_fp64(tiny_model_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
-
-
-@pytest.fixture
-def model(model_fp64):
-    return copy.deepcopy(model_fp64)
-
-
-@pytest.fixture
-def make(tmp_path: Path, model):
-    return lambda **overrides: make_updater(tmp_path, model, **overrides)
 
 
 @pytest.fixture(scope="module")

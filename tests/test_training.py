@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config, write_jsonl
+from tiny import of_training, tiny_config, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.cli import main
@@ -26,8 +26,6 @@ peak_memory_gb memory_rollout_gb memory_train_gb
 """
 KEYS = set(NAMES.split())
 EVAL_KEYS = {"eval_accuracy", "eval_pass_at_k"}
-# Of the machine, not of the training; resident memory belongs to the whole test process.
-MACHINE = ("time_", "tokens_per_s", "peak_memory_gb", "memory_", "mfu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,10 +49,6 @@ def train(folder: Path, model_dir: Path, **overrides) -> list[dict]:
     """Runs to the end; the rows of metrics.jsonl."""
     assert main(["train", str(tiny_config(folder, model_dir, **overrides))]) == 0
     return strict_rows(folder / "run" / "metrics.jsonl")
-
-
-def of_training(rows: list[dict]) -> list[dict]:
-    return [{key: row[key] for key in row if not key.startswith(MACHINE)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +159,7 @@ def test_a_seed_fixes_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
     runs = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         (tmp_path / name).mkdir()
-        runs[name] = of_training(train(tmp_path / name, tiny_model_dir, seed=seed))
+        runs[name] = [of_training(row) for row in train(tmp_path / name, tiny_model_dir, seed=seed)]
     assert runs["a"] == runs["b"] and runs["a"] != runs["c"]
     a, b, c = (tmp_path / name / "run" for name in "abc")
     assert (a / "rollouts/step_000002.jsonl").read_bytes() == (b / "rollouts/step_000002.jsonl").read_bytes()

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment, torchrun
 from safetensors.torch import load_file
-from tiny import tiny_config, write_jsonl
+from tiny import of_training, tiny_config, write_jsonl
 
 from dapo.cli import main
 
-MACHINE = ("time_", "tokens_per_s", "peak_memory_gb", "memory_", "mfu")
-
 
 def launch(config: Path, *overrides: str, processes: int = 2, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    command += [str(processes), "-m", "dapo", "train", str(config), *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = torchrun(processes, "-m", "dapo", "train", str(config), *overrides)
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), **options
     )
 
 
@@ -40,10 +35,6 @@ def finish(process: subprocess.Popen, seconds: float = 240) -> str:
 
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def of_training(row: dict) -> dict[str, float]:
-    return {key: value for key, value in row.items() if not key.startswith(MACHINE)}
 
 
 # Odd numbers of prompts and samples, so that ranks get unequal shares; three updates a step.

@@ -3,9 +3,7 @@ change it."""
 
 from __future__ import annotations
 
-import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from update_cases import (
     captured,
     from_rollout,
     groups_of,
-    make_updater,
     plain_gradients,
     plain_loss,
     token_logprobs,
@@ -33,21 +30,6 @@ from dapo.update import Updater
 from dapo_kernels import PolicyLossConfig
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def model_fp64(tiny_model_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
-
-
-@pytest.fixture
-def model(model_fp64):
-    return copy.deepcopy(model_fp64)
-
-
-@pytest.fixture
-def make(tmp_path: Path, model):
-    return lambda **overrides: make_updater(tmp_path, model, **overrides)
 
 
 def spied_batches(updater: Updater) -> list:

@@ -7,7 +7,6 @@ import copy
 import logging
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from update_cases import (
     captured,
     from_rollout,
     groups_of,
-    make_updater,
     parameters_of,
     plain_gradients,
     plain_loss,
@@ -32,22 +30,6 @@ from update_cases import (
 from dapo.batching import TrainSample, make_micro_batches
 from dapo.model import Policy
 from dapo_kernels import PolicyLossConfig
-
-
-@pytest.fixture(scope="module")
-def model_fp64(tiny_model_dir: Path):
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
-
-
-@pytest.fixture
-def model(model_fp64):
-    return copy.deepcopy(model_fp64)
-
-
-@pytest.fixture
-def make(tmp_path: Path, model):
-    return lambda **overrides: make_updater(tmp_path, model, **overrides)
-
 
 SETTINGS = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.3}
 SETTINGS |= {"warmup_steps": 4, "max_grad_norm": 0.5}

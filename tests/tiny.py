@@ -128,3 +128,12 @@ def tiny_config(folder: Path, model_dir: Path, **overrides) -> Path:
     with path.open("w", encoding="utf-8") as file:
         YAML(typ="safe", pure=True).dump(tiny_values(folder, model_dir, **overrides), file)
     return path
+
+
+# Of metrics.jsonl: of the machine, not of the training.
+MACHINE = ("time_", "tokens_per_s", "peak_memory_gb", "memory_", "mfu")
+
+
+def of_training(row: dict) -> dict:
+    """What of a step's metrics two runs of one seed share."""
+    return {key: value for key, value in row.items() if not key.startswith(MACHINE)}
