@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention import use_packed_attention
 from .config import Config
-from .model import Policy, checkpoint_activations, eos_token_ids, load_model, load_tokenizer, verify_head
+from .model import Policy, checkpoint_activations, verify_head
+from .model_files import eos_token_ids, load_model, load_tokenizer
 from .parallel import (
     World,
     empty_model,

@@ -29,7 +29,7 @@ def convert(out: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from .model import save_model
+    from .model_files import save_model
 
     logging.disable_progress_bar()
     gguf = find_gguf()

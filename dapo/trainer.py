@@ -13,7 +13,8 @@ from .errors import UserError
 from .evaluate import EvalResult, evaluate
 from .logging import RunLogger
 from .metrics import peak_memory_bytes, peak_memory_gb, rollout_metrics
-from .model import max_positions, save_model
+from .model_facts import max_positions
+from .model_files import save_model
 from .parallel import all_reduce_max, full_state_dict, open_world, refresh
 from .policy_setup import build_policy
 from .progress import StepProgress, describe_eval, describe_gain

@@ -1,4 +1,4 @@
-"""Writes docs/config.md: every config key with its type, default and meaning, from dapo/config.py.
+"""Writes docs/config.md: every config key with its type, default and meaning, from dapo/config.
 
 python scripts/config_reference.py
 """

@@ -29,7 +29,7 @@ from dapo.evaluation.options import fingerprint, make_options, name_of
 from dapo.evaluation.problems import load_problems
 from dapo.evaluation.progress import EvalProgress
 from dapo.evaluation.summary import describe, markdown, summarise
-from dapo.model import load_model
+from dapo.model_files import load_model
 from dapo.report import write_report
 from dapo.report.eval_page import accuracy_chart, accuracy_edges, evaluation_page, problem_view
 from dapo.rewards import Verdict

@@ -17,7 +17,8 @@ from update_cases import assert_close, captured, groups_of, make_updater, plain_
 from dapo.attention import PACKED_SDPA, window_mask
 from dapo.batching import TrainSample, make_micro_batches
 from dapo.errors import UserError
-from dapo.model import Policy, can_pack, checkpoint_activations
+from dapo.model import Policy, checkpoint_activations
+from dapo.packing_trial import can_pack
 from dapo_kernels import PolicyLossConfig
 
 CPU = torch.device("cpu")

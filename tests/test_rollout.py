@@ -10,7 +10,7 @@ import torch
 from tiny import EOS, GENERATION_DEFAULTS
 
 from dapo.config import ModelConfig
-from dapo.model import load_model
+from dapo.model_files import load_model
 from dapo.rollout import Completion, HFEngine, Request, SamplingParams
 from dapo.rollout import hf as hf_module
 from dapo.rollout.hf import KeyedSampler, inverse_transform_sample, keyed_uniforms

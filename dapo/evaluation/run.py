@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ..errors import UserError
 from ..evaluate import Judged, Task, respond
-from ..model import load_model, load_tokenizer, max_positions
+from ..model_facts import max_positions
+from ..model_files import load_model, load_tokenizer
 from ..rewards import Scorer
 from ..rollout import HFEngine, SamplingParams
 from ..row_modes import check_mode_name

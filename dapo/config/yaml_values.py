@@ -8,7 +8,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from .errors import UserError
+from ..errors import UserError
 
 INCLUDE = "include"
 

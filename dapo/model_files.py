@@ -1,0 +1,81 @@
+"""Model folders of transformers: tokenizer and weights in, a trained model out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import ModelConfig
+from .errors import UserError, first_line
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: list[int]
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Raises `UserError` when the folder lacks one, or there is no folder."""
+    path = Path(config.path)
+    looks_local = path.exists() or config.path.startswith((".", "/", "~")) or config.path.count("/") != 1
+    if looks_local and not path.is_dir():
+        raise UserError(
+            f"model.path {config.path} is not a folder; `python -m dapo.smollm2 {config.path}` puts a small "
+            "model there, any transformers model folder or hub name works"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(config.path)
+    except Exception as error:  # whatever is wrong with the folder, only its owner can mend it
+        raise UserError(
+            f"model.path {config.path}: no tokenizer could be loaded; put the model's tokenizer files into "
+            f"that folder ({first_line(error)})"
+        ) from None
+
+
+def load_model(config: ModelConfig) -> Loaded:
+    """The model and its tokenizer. Raises `UserError` when the folder lacks either."""
+    tokenizer = load_tokenizer(config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=getattr(torch, config.dtype))
+    except Exception as error:
+        raise UserError(
+            f"model.path {config.path}: no model could be loaded; it needs config.json and safetensors of a "
+            f"causal language model ({first_line(error)})"
+        ) from None
+    return Loaded(model, tokenizer, eos_token_ids(model, tokenizer))
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a response. Raises `UserError` when nothing does."""
+    stops = model.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    ids = [i for i in dict.fromkeys([tokenizer.eos_token_id, *stops]) if i is not None]
+    if not ids:
+        raise UserError("the model names no EOS token: set eos_token_id in its generation_config.json")
+    return ids
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes a transformers folder, whole or not at all; the weights of `state_dict` where the model holds
+    shards."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial, state_dict=state_dict)
+        tokenizer.save_pretrained(partial)
+        os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
