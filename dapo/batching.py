@@ -3,6 +3,7 @@ right in rows of like length."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -37,7 +38,7 @@ class TrainSample:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
-    @property
+    @functools.cached_property
     def num_loss_tokens(self) -> int:
         if not self.trained:
             return 0

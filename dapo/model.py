@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +19,6 @@ from .packing_trial import can_pack
 
 if TYPE_CHECKING:
     from .parallel.context import ContextGroup
-
-logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
@@ -42,6 +40,8 @@ class Policy(nn.Module):
         self.head_options = head_options(model)
         self.context: ContextGroup | None = None
         """The processes that share each packed row; `parallel.share_sequences` sets it."""
+        self.offload_activations = False
+        """Whether what checkpointed blocks keep for backward waits in host memory."""
         self.packed = packing is not False and can_pack(self, required=bool(packing))
 
     def forward(
@@ -90,6 +90,16 @@ class Policy(nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Last hidden states, `[B, T, H]`."""
+        with self._kept_for_backward():
+            return self._decode(batch)
+
+    def _kept_for_backward(self) -> AbstractContextManager:
+        if not self.offload_activations:
+            return nullcontext()
+        # No GPU has run this yet.
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.model.device.type == "cuda")
+
+    def _decode(self, batch: MicroBatch) -> Tensor:
         decoder = self.model.get_decoder()
         if batch.lengths is None:
             # Sequences are padded on the right: causal attention alone keeps padding out of every token's

@@ -97,6 +97,7 @@ class Updater:
     def __init__(self, config: Config, policy: Policy, world: World | None = None) -> None:
         self.world = world or World(next(policy.parameters()).device)
         self.config, self.policy = config, share_sequences(policy, self.world)
+        self.policy.offload_activations = config.train.offload_activations
         self.loss_config = loss_config(config, policy.head_options)
         self.reference = self._load_reference() if config.algorithm.kl_coef else None
         # Between a forward and its backward, policy.parameters() may be gathered ones.

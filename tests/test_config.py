@@ -205,6 +205,10 @@ def test_wrong_type_or_range(refused, override, expected):
             "algorithm.overlong_cache_length (10) must be under rollout.max_response_length (10)",
         ),
         (
+            ["train.offload_activations=true"],
+            "train.offload_activations takes train.gradient_checkpointing: set that to true",
+        ),
+        (
             ["algorithm.dual_clip=1.27"],
             "algorithm.dual_clip must be null or at least 1 + epsilon_high, got 1.27",
         ),

@@ -175,3 +175,35 @@ def test_checkpointed_activations_are_those_without_dropout(config) -> None:
     want = policy(batch, PolicyLossConfig()).logprobs
     checkpoint_activations(policy.model)
     torch.testing.assert_close(policy(batch, PolicyLossConfig()).logprobs, want)
+
+
+def test_offloaded_activations_give_the_same_gradient(monkeypatch) -> None:
+    """What waits in host memory is what enters each block, never a weight."""
+    kept: list[torch.Size] = []
+
+    class Spy(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            assert not pin_memory  # on CPU
+            super().__init__(
+                lambda tensor: kept.append(tensor.shape) or tensor.clone(), lambda copied: copied
+            )
+
+    policy = Policy(AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval())
+    checkpoint_activations(policy.model)
+    sample = TrainSample([3, 4, 5], [6, 7, 8, 9, 10, 11], [0.0] * 6, 1.0, True)
+    (batch,) = make_micro_batches([sample], 100, torch.device("cpu"))
+
+    def gradients() -> dict[str, Tensor]:
+        policy.zero_grad()
+        policy(batch, PolicyLossConfig()).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+    want = gradients()
+    policy.offload_activations = True
+    assert all(torch.equal(value, want[name]) for name, value in gradients().items())
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Spy)
+    assert all(torch.equal(value, want[name]) for name, value in gradients().items())
+    hidden = torch.Size([1, 9, SMALL["hidden_size"]])
+    assert kept.count(hidden) >= SMALL["num_hidden_layers"]
+    weights = {parameter.shape for parameter in policy.parameters() if parameter.dim() > 1}
+    assert not weights & set(kept)

@@ -50,6 +50,9 @@ class Config(Section):
                 f"train.mini_batch_prompts ({mini}) must divide rollout.prompts_per_step "
                 f"({rollout.prompts_per_step})"
             )
+        if self.train.offload_activations and not self.train.gradient_checkpointing:
+            # Without it, what a block keeps includes its gathered weights.
+            raise ValueError("train.offload_activations takes train.gradient_checkpointing: set that to true")
         cache, longest = algorithm.overlong_cache_length, rollout.max_response_length
         if algorithm.soft_overlong_punishment and cache >= longest:
             raise ValueError(

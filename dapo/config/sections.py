@@ -128,6 +128,8 @@ class TrainConfig(Section):
     can keep them apart, which is tried at start. True: it is an error if it cannot. False: pad."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, more time."""
+    offload_activations: bool = False
+    """With `gradient_checkpointing`: keep what enters each block in host memory until backward."""
     save_model: bool = True
     """Write the trained model to `RUN/model` at the end, as a transformers folder."""
 

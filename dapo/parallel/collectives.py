@@ -26,7 +26,7 @@ def all_reduce_sum(values: Mapping[str, Number], world: World) -> dict[str, floa
 
 
 def all_reduce_max(values: Mapping[str, Number], world: World) -> dict[str, float]:
-    """Maxima over the data ranks; arguments as those of `all_reduce_sum`."""
+    """Maxima over all ranks; arguments as those of `all_reduce_sum`."""
     return _all_reduce(values, world, dist.ReduceOp.MAX)
 
 
@@ -38,7 +38,8 @@ def _all_reduce(values: Mapping[str, Number], world: World, op: dist.ReduceOp) -
     # Ranks that disagree on the names would add apples to pears: a checksum of them goes along.
     checksum = float(zlib.crc32(" ".join(names).encode()))
     packed = torch.tensor([checksum, *(plain[name] for name in names)], dtype=torch.float64)
-    dist.all_reduce(packed, op, group=world.data_group)
+    # Ranks that share sequences would be counted twice in a sum.
+    dist.all_reduce(packed, op, group=world.data_group if op == dist.ReduceOp.SUM else None)
     seen, *reduced = packed.tolist()
     if seen != (checksum * world.data_size if op == dist.ReduceOp.SUM else checksum):
         raise RuntimeError(f"ranks reduce different names; rank {world.rank} has {names}")
