@@ -37,6 +37,7 @@ setup(
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "train": TRAIN,
+        "lora": ["peft>=0.18"],  # the first that goes with transformers 5
         "vllm": TRAIN + ["vllm>=0.11"],
         "gpu": ["flash-attn", "liger-kernel>=0.6"],
         "bench": ["pytest-benchmark>=4", "pytest>=8", "rich>=13", "matplotlib>=3.8"],
@@ -47,6 +48,7 @@ setup(
             "pytest-benchmark>=4",
             "hypothesis>=6.100",
             "ruff>=0.6",
+            "peft>=0.18",
             "triton>=3.6; platform_system == 'Linux'",  # interpreted and compiled in tests, no GPU needed
         ],
     },

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from .config import Config
 from .data import Prompt
 from .metrics import mean
-from .parallel import World, all_gather_objects, split_across_ranks
+from .parallel import World, split_across_ranks
 from .rewards import Scorer, Verdict
 from .rewards.scorer import contains_answer
 from .rollout import Completion, Request, RolloutEngine, SamplingParams
 from .statistics import avg_at_k, bootstrap_interval, maj_at_k, mean_pass_at_k
+from .stopping import work_of_all_ranks
 
 EVAL_NOISE = -1
 """Stands where training has its step in the noise key: every evaluation draws the same noise."""
@@ -55,6 +56,7 @@ def respond(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     on_judged: Callable[[int, Judged], None],
+    check: Callable[[], None] | None = None,
 ) -> None:
     """Generates and judges a response to each task. `on_judged(i, ...)` gets each as soon as it is judged,
     one at a time, from another thread; what it raises is raised here. After an interrupt it is not called
@@ -82,7 +84,7 @@ def respond(
     requests = [Request(task.prompt.ids, task.noise_key) for task in tasks]
     with ThreadPoolExecutor(max_workers=1) as collector:
         try:
-            engine.generate(requests, sampling, on_completion)
+            engine.generate(requests, sampling, on_completion, check)
             for collected in waiting:
                 collected.result()
         except BaseException:
@@ -139,9 +141,14 @@ def evaluate(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     world: World | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[EvalResult, list[EvalResponse]]:
     """Samples `eval.samples_per_prompt` responses to each prompt, and a greedy one if configured. Each rank
-    generates a part, and all end up with the whole result."""
+    generates a part, and all end up with the whole result.
+
+    Raises:
+        Abandoned: on all ranks, when `check`, called while responses are generated, raised it on one.
+    """
     world = world or World(torch.device("cpu"))
     settings, longest = config.eval, config.rollout.max_response_length
     k = settings.samples_per_prompt
@@ -154,8 +161,12 @@ def evaluate(
         ]
         judged: dict[int, Judged] = {}
         own = split_across_ranks(tasks, world)
-        respond(own, sampling, engine, scorer, tokenizer, judged.__setitem__)
-        parts = all_gather_objects([judged[i] for i in range(len(own))], world)
+
+        def respond_to_own() -> list[Judged]:
+            respond(own, sampling, engine, scorer, tokenizer, judged.__setitem__, check)
+            return [judged[i] for i in range(len(own))]
+
+        parts = work_of_all_ranks(respond_to_own, world)
         ordered = [one for part in parts for one in part]
         greedy = sampling.temperature == 0
         return ordered, [_response(task.prompt, one, greedy) for task, one in zip(tasks, ordered)]

@@ -1,4 +1,4 @@
-"""What a model's configuration says of it."""
+"""What a model's configuration says of it, and transformers does not always heed."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Tokens that a sequence may have, where the model says."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if positions and positions > 1 else None
+
+
+def heed_softcap(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model with an attention that caps its scores where the model's do (Gemma 2): SDPA, which
+    transformers chooses, silently leaves that out, and whatever else runs the model would not."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    return model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .config import ModelConfig
 from .errors import UserError, first_line
+from .model_facts import heed_softcap
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def load_model(config: ModelConfig) -> Loaded:
             f"model.path {config.path}: no model could be loaded; it needs config.json and safetensors of a "
             f"causal language model ({first_line(error)})"
         ) from None
+    heed_softcap(model)
     return Loaded(model, tokenizer, eos_token_ids(model, tokenizer))
 
 
@@ -70,12 +74,27 @@ def save_model(
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
     """Writes a transformers folder, whole or not at all; the weights of `state_dict` where the model holds
-    shards."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    shards or adapters."""
+    with whole_folder(out) as partial:
         model.save_pretrained(partial, state_dict=state_dict)
         tokenizer.save_pretrained(partial)
-        os.rename(partial, out)
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `out` if all goes well, and else is removed."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            replaced = out.with_name(f".{out.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(out, replaced)
+            os.rename(partial, out)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -12,10 +12,11 @@ from .sampling import RolloutBatch
 
 
 class StepProgress:
-    """The bar over a run's steps."""
+    """The bar over a run's steps, `done` of which were made before."""
 
-    def __init__(self, console: Console, steps: int, groups_per_step: int) -> None:
-        self.console, self.steps, self.groups_per_step = console, steps, groups_per_step
+    def __init__(self, console: Console, done: int, steps: int, groups_per_step: int) -> None:
+        self.console, self.done, self.steps = console, done, steps
+        self.groups_per_step = groups_per_step
         self.started = time.perf_counter()
         self.bar = Progress(
             TextColumn("step {task.fields[current]}/{task.total}"),
@@ -25,7 +26,7 @@ class StepProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("sampling", total=steps, current=1, left="")
+        self.task = self.bar.add_task("sampling", total=steps, completed=done, current=done + 1, left="")
         self.summary = ""
 
     def __enter__(self) -> StepProgress:
@@ -48,7 +49,8 @@ class StepProgress:
             f"entropy {metrics['entropy']:.2f}  len {metrics['response_length_mean']:.1f}  "
             f"kept {metrics['groups_kept']}/{metrics['groups_sampled']}  {metrics['tokens_per_s']:.0f} tok/s"
         )
-        left = f"left {(time.perf_counter() - self.started) / step * (self.steps - step):.0f} s"
+        pace = (time.perf_counter() - self.started) / (step - self.done)
+        left = f"left {pace * (self.steps - step):.0f} s"
         current = min(step + 1, self.steps)
         self.bar.update(self.task, completed=step, description=self.summary, current=current, left=left)
         if not self.console.is_terminal:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from .config import ModelConfig
 from .errors import UserError, first_line
 from .model import Policy, verify_head
+from .model_facts import heed_softcap
 
 
 def load_reference(config: ModelConfig, policy: Policy) -> Policy:
@@ -33,7 +34,7 @@ def load_reference(config: ModelConfig, policy: Policy) -> Policy:
             f"model.{key} {path}: the reference has a vocabulary of {theirs} tokens, the policy one of "
             f"{ours}; both must have the same"
         )
-    model = model.to(next(policy.parameters()).device).requires_grad_(False).eval()
+    model = heed_softcap(model).to(next(policy.parameters()).device).requires_grad_(False).eval()
     reference = Policy(model, packing=None if policy.packed else False)
     verify_head(reference)
     return reference

@@ -15,9 +15,11 @@ from .algorithm import keep_group, soft_overlong_penalty
 from .config import Config
 from .data import Prompt, PromptStream
 from .errors import TrainingStopped
-from .parallel import World, all_gather_objects, split_across_ranks
+from .memory_advice import generation_advice
+from .parallel import World, phase, split_across_ranks
 from .rewards import Scorer, Verdict
 from .rollout import Completion, Request, RolloutEngine, SamplingParams
+from .stopping import Abandoned, work_of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,20 @@ class RolloutBatch:
         return max((self.step - group.step for group in self.groups), default=0)
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a sampler stands: what it draws and trains on next follows from it."""
+
+    stream: dict[str, int | str]
+    surplus: list[Group]
+
+
 class Sampler:
-    """Fills rollout batches. Holds the surplus groups between steps when they are kept."""
+    """Fills rollout batches. Holds the surplus groups between steps when they are kept.
+
+    Args:
+        check: called while responses are generated; may raise `Abandoned`, on one rank or on several.
+    """
 
     def __init__(
         self,
@@ -79,8 +93,9 @@ class Sampler:
         scorer: Scorer,
         tokenizer: PreTrainedTokenizerBase,
         world: World | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self.config, self.stream, self.engine = config, stream, engine
+        self.config, self.stream, self.engine, self.check = config, stream, engine, check
         self.scorer, self.tokenizer = scorer, tokenizer
         self.world = world or World(torch.device("cpu"))
         self.surplus: list[Group] = []
@@ -88,7 +103,29 @@ class Sampler:
     def fill(
         self, step: int, on_progress: Callable[[RolloutBatch], None] = lambda batch: None
     ) -> RolloutBatch:
-        """One rollout batch. Raises `TrainingStopped` when it cannot be filled and is configured to stop."""
+        """One rollout batch.
+
+        Raises:
+            TrainingStopped: it cannot be filled and is configured to stop.
+            Abandoned: on all ranks, when `check` raised it on one; the sampler stands where it stood before.
+        """
+        before = self.position
+        try:
+            return self._fill(step, on_progress)
+        except Abandoned:
+            self.position = before
+            raise
+
+    @property
+    def position(self) -> Position:
+        return Position(self.stream.state_dict(), list(self.surplus))
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.stream.load_state_dict(position.stream)
+        self.surplus = list(position.surplus)
+
+    def _fill(self, step: int, on_progress: Callable[[RolloutBatch], None]) -> RolloutBatch:
         algorithm, wanted = self.config.algorithm, self.config.rollout.prompts_per_step
         batch = RolloutBatch(step, groups=self.surplus[:wanted])
         self.surplus = self.surplus[wanted:]
@@ -123,9 +160,10 @@ class Sampler:
             # A prompt that comes up again within a step (a small data set) gets fresh noise.
             asked.append((prompt, size * served[prompt.index]))
             served[prompt.index] += 1
-        own = self._generate_own(batch, split_across_ranks(asked, self.world))
+        own = split_across_ranks(asked, self.world)
+        parts = work_of_all_ranks(lambda: self._generate_own(batch, own), self.world)
         batch.num_gen_batches += 1
-        return [group for part in all_gather_objects(own, self.world) for group in part]
+        return [group for part in parts for group in part]
 
     def _generate_own(self, batch: RolloutBatch, asked: list[tuple[Prompt, int]]) -> list[Group]:
         """Groups of prompts, each given with the number of its first sample."""
@@ -149,9 +187,11 @@ class Sampler:
             judging += time.perf_counter() - began
 
         started = time.perf_counter()
-        completions = self.engine.generate(requests, sampling, judge)
+        with generation_advice(config, len(requests), "generation", self.world):
+            completions = self.engine.generate(requests, sampling, judge, self.check)
         generated = time.perf_counter()
-        samples = [self._sample(completion, *judged[i]) for i, completion in enumerate(completions)]
+        with phase("reward"):
+            samples = [self._sample(completion, *judged[i]) for i, completion in enumerate(completions)]
         batch.time_rollout_s += generated - started - judging
         batch.time_reward_s += time.perf_counter() - generated + judging
         return [Group(p, samples[i * size : (i + 1) * size], batch.step) for i, p in enumerate(prompts)]

@@ -27,8 +27,10 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, tensorboard: ModuleType, run: Path) -> None:
-        self.writer = tensorboard.SummaryWriter(str(run / "tensorboard"))
+    def __init__(self, tensorboard: ModuleType, run: Path, logged: int) -> None:
+        # Events of later steps, from before a resume, are not shown.
+        purge = logged + 1 if (run / "tensorboard").exists() else None
+        self.writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=purge)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -40,10 +42,14 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the project `logging.wandb`, named as the run's folder, with the configuration."""
+    """A run of the project `logging.wandb`, named as the run's folder, with the configuration. A resumed run
+    goes on in the same one, whose id is in `RUN/wandb/id`."""
 
     def __init__(self, wandb: ModuleType, run: Path, config: Config) -> None:
+        known = run / "wandb" / "id"
+        resumed = {"id": known.read_text().strip(), "resume": "allow"} if known.exists() else {}
         self.run = wandb.init(
+            **resumed,
             project=config.logging.wandb,
             name=run.name,
             dir=str(run),
@@ -52,6 +58,8 @@ class WandB:
             # The terminal is the progress bar's; and a server that does not answer is not waited for.
             settings=wandb.Settings(console="off", init_timeout=60, login_timeout=30),
         )
+        known.parent.mkdir(exist_ok=True)
+        known.write_text(self.run.id)
 
     def log(self, values: dict[str, float], step: int) -> None:
         # Evaluations come before their step's own line: W&B drops steps that go back, so they share one.
@@ -71,18 +79,19 @@ class Trackers:
 
     def __init__(self, config: LoggingConfig) -> None:
         self.trackers: dict[str, Tracker] = {}
-        self._openers: dict[str, Callable[[Path, Config], Tracker]] = {}
+        self._openers: dict[str, Callable[[Path, Config, int], Tracker]] = {}
         if config.tensorboard:
             tensorboard = _import("torch.utils.tensorboard", "logging.tensorboard", "tensorboard", "false")
-            self._openers["TensorBoard"] = lambda run, config: TensorBoard(tensorboard, run)
+            self._openers["TensorBoard"] = lambda run, config, logged: TensorBoard(tensorboard, run, logged)
         if config.wandb is not None:
             wandb = _import("wandb", "logging.wandb", "wandb", "null")
-            self._openers["Weights & Biases"] = lambda run, config: WandB(wandb, run, config)
+            self._openers["Weights & Biases"] = lambda run, config, logged: WandB(wandb, run, config)
 
-    def open(self, run: Path, config: Config) -> None:
+    def open(self, run: Path, config: Config, logged: int = 0) -> None:
+        """`logged`: the last step that a resumed run has logged."""
         for name, opener in self._openers.items():
             with self._left_out_on_error(name):
-                self.trackers[name] = opener(run, config)
+                self.trackers[name] = opener(run, config, logged)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Of `values`, the finite numbers."""

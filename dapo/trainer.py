@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -10,28 +12,49 @@ from rich.console import Console
 from .config import Config
 from .data import Prompt, PromptSet, PromptStream, load_prompts
 from .errors import UserError
-from .evaluate import EvalResult, evaluate
+from .evaluate import evaluate
 from .logging import RunLogger
+from .lora import save_adapter
+from .memory_advice import generation_advice
 from .metrics import peak_memory_bytes, peak_memory_gb, rollout_metrics
 from .model_facts import max_positions
 from .model_files import save_model
-from .parallel import all_reduce_max, full_state_dict, open_world, refresh
+from .parallel import (
+    Watchdog,
+    all_reduce_max,
+    full_state_dict,
+    open_world,
+    phase,
+    refresh,
+    same_on_all_ranks,
+)
+from .parallel.weights import adapter_state_dict
 from .policy_setup import build_policy
 from .progress import StepProgress, describe_eval, describe_gain
 from .report import write_report
 from .rewards import Scorer
 from .rollout import HFEngine
 from .sampling import RolloutBatch, Sampler
+from .saving import Saver
+from .stopping import Abandoned, StopRequest
 from .update import Updater
 
 
 class Trainer:
     """One run, from its configuration to its report. Raises `UserError` before anything is written when the
-    configuration, the model or the data cannot work."""
+    configuration, the model or the data cannot work.
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
+    Args:
+        changes: None for a new run. To go on with `config.run_dir`: what of its configuration differs.
+    """
+
+    def __init__(
+        self, config: Config, console: Console | None = None, changes: list[str] | None = None
+    ) -> None:
         self.config = config
+        self.stop = StopRequest()
         self.world = open_world(config.parallel)
+        self.watchdog = Watchdog(self.world, config.parallel)
         # One process speaks and writes for all.
         self.console = (console or Console()) if self.world.is_main else Console(quiet=True)
         torch.manual_seed(config.seed)
@@ -45,12 +68,57 @@ class Trainer:
         self.engine = HFEngine(self.rollout_model, built.eos_token_ids, config.rollout.max_sequences)
         self.scorer = self._scorer(train)
         self.eval_scorer = self._scorer(self.held_out) if self.held_out else None
-        self.sampler = Sampler(config, self.stream, self.engine, self.scorer, self.tokenizer, self.world)
+        judging = (self.engine, self.scorer, self.tokenizer, self.world, self.stop.abandon)
+        self.sampler = Sampler(config, self.stream, *judging)
         self.updater = Updater(config, self.policy, self.world)
-        self.logger = RunLogger(config) if self.world.is_main else None
+        self.saver = Saver(config, self.updater, self.sampler, self.world)
         self.step = 0
-        """Last step whose line is in metrics.jsonl."""
-        self.evaluations: list[EvalResult] = []
+        """The last step whose updates are made."""
+        self.unlogged: dict[str, float] | None = None
+        """That step's metrics, while its line is not in metrics.jsonl."""
+        self.logger = self._open_logger(None if changes is None else self._restore())
+        for change in changes or ():
+            self.console.print(f"changed on resume: {change}", soft_wrap=True)
+            self._note("changed", change)
+
+    def _restore(self) -> tuple[int, int]:
+        """Takes up the newest whole checkpoint, or begins anew where there is none; returns the last steps
+        whose rollouts, and whose lines, are of the state that the run goes on from."""
+        state = self.saver.restore()
+        if state is None:
+            self.console.print("there is no checkpoint yet: the run begins again", soft_wrap=True)
+            return 0, 0
+        self.step, self.unlogged = state["step"], state["unlogged"]
+        self._check_unfinished()
+        self.console.print(f"going on after step {self.step}", soft_wrap=True)
+        refresh(self.rollout_model, self.policy)
+        self.engine.sync_weights()
+        return self.step, self.step - (self.unlogged is not None)
+
+    def _check_unfinished(self) -> None:
+        run, steps = Path(self.config.run_dir), self.config.train.steps
+        complete = (run / "report.html").exists() and (
+            (run / "model").exists() or not self.config.train.save_model
+        )
+        if self.step >= steps and self.unlogged is None and complete:
+            raise UserError(
+                f"--resume {run}: the run is through, with {self.step} of {steps} steps; to go on give a "
+                f"larger train.steps, as in train.steps={2 * self.step}"
+            )
+
+    def _open_logger(self, resumed: tuple[int, int] | None) -> RunLogger | None:
+        """On rank 0; an error there is one on all ranks."""
+        logger, error = None, None
+        if self.world.is_main:
+            try:
+                logger = RunLogger(self.config, resumed)
+            except UserError as reason:
+                error = str(reason)
+        if error := same_on_all_ranks(error, self.world):
+            raise UserError(error)
+        if logger is not None and resumed is not None:
+            logger.log_event("resumed", self.step, f"after step {self.step}")
+        return logger
 
     def _load_held_out(self) -> PromptSet | None:
         if self.config.data.eval is None:
@@ -77,79 +145,140 @@ class Trainer:
             )
 
     def train(self) -> None:
-        config = self.config
-        self.evaluate(step=0)
-        with StepProgress(self.console, config.train.steps, config.rollout.prompts_per_step) as progress:
-            for step in range(1, config.train.steps + 1):
-                started = time.perf_counter()
-                batch = self.sampler.fill(step, progress.generated)
-                progress.training()
-                train_started = time.perf_counter()
-                stats = self.updater.run(batch.groups, step)
-                sync_started = time.perf_counter()
-                refresh(self.rollout_model, self.policy)
-                self.engine.sync_weights()
-                ended = time.perf_counter()
-                metrics = {
-                    "step": step,
-                    "update": self.updater.updates,
-                    "epoch": self.stream.epoch,
-                    **rollout_metrics(batch),
-                    **stats.metrics(),
-                    **stats.machine,
-                    "lr": self.updater.learning_rate(step),
-                    "time_rollout_s": batch.time_rollout_s,
-                    "time_reward_s": batch.time_reward_s,
-                    "time_train_s": sync_started - train_started,
-                    "time_sync_s": ended - sync_started,
-                    "tokens_per_s": _sampled_tokens(batch) / (ended - started),
-                    "peak_memory_gb": all_reduce_max({"gb": peak_memory_gb()}, self.world)["gb"],
-                }
-                if step == config.train.steps or (config.eval.every and step % config.eval.every == 0):
-                    metrics.update(self.evaluate(step))
-                if self.logger is not None:
-                    self.logger.log_step(metrics, batch)
-                self.step = step
-                progress.step(step, metrics)
+        """Goes on to the last step. Stopped by a signal, it raises what the signal stands for, with the last
+        finished step saved."""
+        steps = self.config.train.steps
+        progress = StepProgress(self.console, self.step, steps, self.config.rollout.prompts_per_step)
+        with phase("training"), self.stop.noted(self._say_stopping), progress:
+            with contextlib.suppress(Abandoned):
+                self._begin()
+                while self.step < steps and not self._stopped():
+                    self._train_step(self.step + 1, progress)
+            if self.step:
+                with phase("checkpoint", self.step):
+                    self.saver.finish(self.step, self.unlogged)
+            if self._stopped():
+                self._note("stopped", f"by signal {self.stop.signal} after step {self.step}")
+                self.stop.leave()
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def _begin(self) -> None:
+        if self.step == 0:
+            self._evaluate(0)
+        elif self.unlogged is not None:
+            self._finish_step(self.unlogged)
+
+    def _train_step(self, step: int, progress: StepProgress) -> None:
+        started = time.perf_counter()
+        with phase("generation", step):
+            batch = self.sampler.fill(step, progress.generated)
+        progress.training()
+        train_started = time.perf_counter()
+        with phase("update", step):
+            stats = self.updater.run(batch.groups, step)
+        sync_started = time.perf_counter()
+        with phase("sync", step):
+            refresh(self.rollout_model, self.policy)
+            self.engine.sync_weights()
+        ended = time.perf_counter()
+        self.step = step
+        if self.logger is not None:
+            self.logger.log_rollouts(batch)
+        metrics = {
+            "step": step,
+            "update": self.updater.updates,
+            "epoch": self.stream.epoch,
+            **rollout_metrics(batch),
+            **stats.metrics(),
+            **stats.machine,
+            "lr": self.updater.learning_rate(step),
+            "time_rollout_s": batch.time_rollout_s,
+            "time_reward_s": batch.time_reward_s,
+            "time_train_s": sync_started - train_started,
+            "time_sync_s": ended - sync_started,
+            "tokens_per_s": _sampled_tokens(batch) / (ended - started),
+            "peak_memory_gb": all_reduce_max({"gb": peak_memory_gb()}, self.world)["gb"],
+        }
+        self._finish_step(metrics)
+        progress.step(step, metrics)
+
+    def _finish_step(self, metrics: dict[str, float]) -> None:
+        """Evaluates and saves where that is due, and logs the step's line. What a signal abandons of it is
+        done when the run is resumed."""
+        step, config = self.step, self.config
+        self.unlogged, best = metrics, False
+        if step == config.train.steps or (config.eval.every and step % config.eval.every == 0):
+            metrics = {**metrics, **self._evaluate(step)}
+            best = "eval_accuracy" in metrics and self.saver.note_evaluation(step, metrics["eval_accuracy"])
+        if self.logger is not None:
+            self.logger.log_step(metrics)
+        self.unlogged = None
+        if best or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            with phase("checkpoint", step):
+                self.saver.save(step)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluates on the held-out prompts, where there are any; returns the step's eval metrics."""
         if self.held_out is None:
             return {}
         self.console.print(f"evaluating on {len(self.held_out.prompts)} held-out prompts", soft_wrap=True)
-        arguments = (self.engine, self.eval_scorer, self.tokenizer, self.world)
-        result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)
-        self.evaluations.append(result)
+        arguments = (self.engine, self.eval_scorer, self.tokenizer, self.world, self.stop.abandon)
+        asked = len(self.held_out.prompts) * self.config.eval.samples_per_prompt // self.world.data_size + 1
+        with phase("evaluation", step), generation_advice(self.config, asked, "evaluation", self.world):
+            result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)
         if self.logger is not None:
             self.logger.log_eval(result, responses)
         self.console.print(describe_eval(result), soft_wrap=True)
         return {"eval_accuracy": result.accuracy, "eval_pass_at_k": result.pass_at_k}
 
+    def _stopped(self) -> bool:
+        """Whether a signal came, on any rank: all of them then stop at the same place."""
+        self.stop.signal = int(all_reduce_max({"signal": self.stop.signal}, self.world)["signal"])
+        return self.stop.signal != 0
+
+    def _say_stopping(self, signum: int) -> None:
+        self.console.print(
+            "stopping: what is being generated is abandoned, an update is finished, then the run is saved; "
+            "the same signal again stops at once",
+            soft_wrap=True,
+        )
+
+    def _note(self, kind: str, message: str) -> None:
+        if self.logger is not None:
+            self.logger.log_event(kind, self.step, message)
+
     def finish(self) -> None:
         """Saves the trained model, writes the report and says what came of the run."""
         if self.config.train.save_model:
-            self._save_model()
+            with phase("saving the model", self.step):
+                self._save_model()
         if self.logger is None:
             return
+        self._note("finished", f"{self.step} steps")
         report = write_report(self.logger.run)
-        if len(self.evaluations) > 1:
-            self.console.print(describe_gain(self.evaluations[0], self.evaluations[-1]), soft_wrap=True)
+        evaluations = self.logger.evaluations()
+        if len(evaluations) > 1:
+            self.console.print(describe_gain(evaluations[0], evaluations[-1]), soft_wrap=True)
         memory = peak_memory_bytes() / 1e9
         self.console.print(f"{self.step} steps, {self.updater.updates} updates, peak memory {memory:.1f} GB")
         self.console.print(f"report: {report}", soft_wrap=True)
 
     def _save_model(self) -> None:
-        state = full_state_dict(self.policy, self.world) if self.world.distributed else None
+        model, state = self.policy.model, full_state_dict(self.policy, self.world)
+        adapter = adapter_state_dict(self.policy, self.world)
         if self.logger is not None:
-            save_model(self.policy.model, self.tokenizer, self.logger.run / "model", state)
+            save_model(model, self.tokenizer, self.logger.run / "model", state)
+            if adapter:
+                save_adapter(model, adapter, self.logger.run / "adapter")
 
     def close(self) -> None:
         if self.logger is not None:
             self.logger.close()
+        self.saver.close()
         self.engine.close()
         for scorer in (self.scorer, self.eval_scorer):
             if scorer is not None:
                 scorer.close()
+        self.watchdog.close()
         self.world.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,8 @@ from dapo_kernels import PolicyLossConfig, PolicyLossOutput
 from .algorithm import group_advantages
 from .batching import MicroBatch, TrainSample, make_micro_batches, micro_batch_count
 from .config import AlgorithmConfig, Config
+from .errors import TrainingStopped
+from .memory_advice import micro_batch_advice, optimizer_advice
 from .metrics import ModelFlops, memory_gb, mfu
 from .mismatch import correction_weights
 from .model import Policy
@@ -27,6 +29,7 @@ from .parallel import (
     split_across_ranks,
 )
 from .parallel.context import share_sequences
+from .parallel.watchdog import each
 from .reference import load_reference
 from .sampling import Group
 from .update_stats import UpdateStats
@@ -101,10 +104,15 @@ class Updater:
         self.loss_config = loss_config(config, policy.head_options)
         self.reference = self._load_reference() if config.algorithm.kl_coef else None
         # Between a forward and its backward, policy.parameters() may be gathered ones.
-        self.parameters = list(policy.parameters())
+        self.parameters = {
+            name.removeprefix("model."): parameter
+            for name, parameter in policy.named_parameters()
+            if parameter.requires_grad
+        }
+        """What is trained, by its name in the model."""
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
+            self.parameters.values(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -113,6 +121,7 @@ class Updater:
         )
         self.model_flops = ModelFlops.of(policy.model)
         self.updates = 0
+        self.skipped_in_a_row = 0
 
     def _load_reference(self) -> Policy:
         reference = load_reference(self.config.model, self.policy)
@@ -144,6 +153,8 @@ class Updater:
             self._score(samples, stats)
         for share in steps * self.config.algorithm.num_iterations:
             self._update(share, stats)
+        if not steps:
+            self._count_skipped("no group was left to train on")
         stats.reduce(self.world)
         stats.machine["memory_train_gb"] = memory_gb()
         stats.machine |= mfu(stats.flops / self.world.size, time.perf_counter() - started)
@@ -162,19 +173,20 @@ class Updater:
         updates = steps * self.config.algorithm.num_iterations
         return updates > 1 or any(group.step != step for group in groups)
 
-    def _micro_batches(self, samples: list[TrainSample], policy: Policy) -> list[MicroBatch]:
+    def _micro_batches(self, samples: list[TrainSample], policy: Policy) -> Iterator[MicroBatch]:
         """As many on every rank: each forward and backward gathers shards, which takes all ranks."""
         budget, count = self.config.train.max_tokens_per_micro_batch, None
         if self.world.distributed:
             own = micro_batch_count(samples, budget, policy.packed)
             count = int(all_reduce_max({"count": max(own, 1)}, self.world)["count"])
-        return make_micro_batches(samples, budget, self.world.device, packed=policy.packed, count=count)
+        return each(make_micro_batches(samples, budget, self.world.device, packed=policy.packed, count=count))
 
     @torch.no_grad()
     def _score_reference(self, samples: list[TrainSample]) -> None:
         scoring = replace(loss_config(self.config, self.reference.head_options), kl_coef=0.0)
         for batch in self._micro_batches(samples, self.reference):
-            output = self.reference(batch, scoring, 1.0)
+            with micro_batch_advice(batch, self.config, self.world):
+                output = self.reference(batch, scoring, 1.0)
             for sample, logprobs in zip(batch.samples, batch.split(output.logprobs)):
                 sample.ref_logprobs = logprobs.cpu()
 
@@ -182,7 +194,8 @@ class Updater:
     def _score(self, samples: list[TrainSample], stats: UpdateStats) -> None:
         """Old log-probs, from before the first update."""
         for batch in self._micro_batches(samples, self.policy):
-            output = self.policy(batch, self.loss_config, 1.0)
+            with micro_batch_advice(batch, self.config, self.world):
+                output = self.policy(batch, self.loss_config, 1.0)
             if batch.samples:
                 self._record(batch, output, stats)
             stats.flops += self.model_flops.forward(sample.length for sample in batch.samples)
@@ -221,32 +234,49 @@ class Updater:
         denominator = share.denominator / self.world.data_size
         loss = 0.0
         for batch in self._micro_batches(share.own, self.policy):
-            output = self.policy(batch, self.loss_config, denominator)
-            if batch.old_logprobs is None and batch.samples:
-                self._record(batch, output, stats)
-            output.loss.backward()
-            loss += output.loss.item()
+            with micro_batch_advice(batch, self.config, self.world):
+                output = self.policy(batch, self.loss_config, denominator)
+                if batch.old_logprobs is None and batch.samples:
+                    self._record(batch, output, stats)
+                output.loss.backward()
+                loss += output.loss.item()
             stats.add_loss_sums(output.sums)
             stats.flops += 3 * self.model_flops.forward(sample.length for sample in batch.samples)
         if share.denominator == 0:
             logger.warning("no token of the mini-batch is in the loss: no update")
-            stats.skipped_updates += 1
-            self.optimizer.zero_grad(set_to_none=True)
+            self._skip("no token was in the loss", stats)
             return
         self._step(all_reduce_sum({"loss": loss}, self.world)["loss"] / self.world.data_size, stats)
 
     def _step(self, loss: float, stats: UpdateStats) -> None:
         """Clips the gradients and steps, unless something is not finite."""
-        grad_norm = clip_grad_norm(self.parameters, self.config.optimizer.max_grad_norm)
+        grad_norm = clip_grad_norm(self.parameters.values(), self.config.optimizer.max_grad_norm)
         if math.isfinite(grad_norm) and math.isfinite(loss):
-            self.optimizer.step()
+            with optimizer_advice(self.config, self.world):
+                self.optimizer.step()
             self.updates += 1
             stats.losses.append(loss)
             stats.grad_norms.append(grad_norm)
+            self.skipped_in_a_row = 0
+            self.optimizer.zero_grad(set_to_none=True)
         else:
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
-            stats.skipped_updates += 1
+            self._skip(f"loss {loss}, gradient norm {grad_norm}", stats)
+
+    def _skip(self, reason: str, stats: UpdateStats) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        stats.skipped_updates += 1
+        self._count_skipped(reason)
+
+    def _count_skipped(self, reason: str) -> None:
+        """Raises `TrainingStopped` when it was one too many: on all ranks, which see the same numbers."""
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.config.train.max_skipped_updates:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} updates in a row were skipped, the last because {reason}: the "
+                "policy cannot be trained like this. Resume from an earlier checkpoint with a lower "
+                "optimizer.learning_rate or optimizer.max_grad_norm, or raise train.max_skipped_updates"
+            )
 
 
 def _warn_of_missing_logprobs(samples: list[TrainSample]) -> None:

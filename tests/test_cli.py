@@ -185,7 +185,8 @@ def test_run_folder_in_use_is_left_alone(tmp_path, tiny_model_dir, capsys):
     (tmp_path / "run" / "deep" / "metrics.jsonl").write_text("precious")
     config = tiny_config(tmp_path, tiny_model_dir)
     assert main(["train", str(config)]) == 2
-    line = f"dapo: run_dir {tmp_path}/run is not empty: choose another run_dir, or move that run away\n"
+    line = f"dapo: run_dir {tmp_path}/run is not empty: choose another run_dir, move that run away, or go on "
+    line += f"with it by dapo train --resume {tmp_path}/run\n"
     assert capsys.readouterr().err == line
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert [path.read_text() for path in files] == ["precious"]

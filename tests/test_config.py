@@ -156,7 +156,7 @@ def test_right_key_in_the_wrong_section(refused, key, nearest):
 
 
 def test_hopeless_key_lists_what_is_allowed(refused):
-    assert "unknown key zzz; allowed here: run_dir, seed, model, data, reward" in refused("zzz=1")
+    assert "unknown key zzz; allowed here: run_dir, seed, model, lora, data, reward" in refused("zzz=1")
 
 
 def test_misspelt_section_in_the_file(tmp_path):
@@ -277,3 +277,10 @@ def test_quickstart_configuration_is_valid(request):
     train, held_out = config.data.train.task, config.data.eval.task
     assert held_out == train | {"seed": 1000000, "size": 200}  # the same task under another seed
     assert config.optimizer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("key", ["top_p=0.9", "top_k=50", "min_p=0.1", "repetition_penalty=1.1"])
+def test_t11_training_samples_from_the_whole_distribution(refused, key: str) -> None:
+    """Log-probs would be of another distribution than the one that is trained."""
+    message = refused(f"rollout.{key}")
+    assert f"unknown key rollout.{key.partition('=')[0]}" in message

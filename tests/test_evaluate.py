@@ -91,9 +91,9 @@ def calls(monkeypatch) -> list[int]:
     sizes: list[int] = []
     generate_batch = HFEngine._generate_batch
 
-    def spy(self, requests, sampling):
+    def spy(self, requests, sampling, check):
         sizes.append(len(requests))
-        return generate_batch(self, requests, sampling)
+        return generate_batch(self, requests, sampling, check)
 
     monkeypatch.setattr(HFEngine, "_generate_batch", spy)
     return sizes
@@ -204,11 +204,11 @@ def test_ctrl_c_keeps_what_is_judged_and_says_how_to_go_on(
     generate_batch = HFEngine._generate_batch
     batches = []
 
-    def interrupted(self, requests, sampling):
+    def interrupted(self, requests, sampling, check):
         batches.append(len(requests))
         if len(batches) == 3:
             raise KeyboardInterrupt
-        return generate_batch(self, requests, sampling)
+        return generate_batch(self, requests, sampling, check)
 
     monkeypatch.setattr(HFEngine, "_generate_batch", interrupted)
     out = tmp_path / "out"
@@ -443,7 +443,7 @@ def test_lines_come_by_the_clock_where_there_is_no_terminal(monkeypatch, capsys)
 class Echo:
     """An engine whose completion to a prompt is the prompt; hands over parts of two."""
 
-    def generate(self, requests, sampling, on_completion=None):
+    def generate(self, requests, sampling, on_completion=None, check=None):
         completions = [Completion(list(r.prompt_ids), [0.0] * len(r.prompt_ids), True) for r in requests]
         for i, completion in enumerate(completions):
             on_completion(i, completion)
@@ -475,7 +475,7 @@ def test_a_response_is_reported_while_others_are_generated() -> None:
     reported = Future()
 
     class Waiting(Echo):
-        def generate(self, requests, sampling, on_completion=None):
+        def generate(self, requests, sampling, on_completion=None, check=None):
             on_completion(0, Completion([ord("a")], [0.0], True))
             scorer.futures["a"].set_result(Verdict(True, answer="a"))
             reported.result(timeout=20)
@@ -509,7 +509,7 @@ def test_nothing_is_reported_after_an_interrupt() -> None:
     scorer, got = Slow(), []
 
     class Interrupted(Echo):
-        def generate(self, requests, sampling, on_completion=None):
+        def generate(self, requests, sampling, on_completion=None, check=None):
             super().generate(requests, sampling, on_completion)
             scorer.futures["x"].set_running_or_notify_cancel()
             threading.Timer(0.2, scorer.futures["x"].set_result, [Verdict(False, failure="closed")]).start()
@@ -541,7 +541,7 @@ class Scripted(Echo):
 
     TEXTS = ("aab?", "abb?"[::-1], "????")
 
-    def generate(self, requests, sampling, on_completion=None):
+    def generate(self, requests, sampling, on_completion=None, check=None):
         for i, request in enumerate(requests):
             text = (
                 "b" if sampling.temperature == 0 else self.TEXTS[request.noise_key[2]][request.noise_key[3]]

@@ -19,7 +19,6 @@ from dapo.config import Config
 from dapo.errors import UserError
 from dapo.logging import RunLogger
 from dapo.metrics import ModelFlops, memory_gb, mfu, peak_flops
-from dapo.sampling import RolloutBatch
 
 
 class FakeWandB(ModuleType):
@@ -33,7 +32,7 @@ class FakeWandB(ModuleType):
     def init(self, **options):
         self.options = options
         self._call("init")
-        return SimpleNamespace(log=self._log, finish=lambda: self._call("finish"))
+        return SimpleNamespace(id="abc", log=self._log, finish=lambda: self._call("finish"))
 
     def _log(self, values: dict, step: int) -> None:
         self._call("log", step, values)
@@ -62,7 +61,7 @@ def make_logger(folder: Path, **overrides) -> RunLogger:
 def log_steps(logger: RunLogger, steps=(1, 2, 3)) -> list[dict]:
     for step in steps:
         values = {"step": step, "loss": step / 2, "accuracy": math.nan, "eval_pass_at_k": None}
-        logger.log_step(values, RolloutBatch(step))
+        logger.log_step(values)
     logger.close()
     return [json.loads(line) for line in (logger.run / "metrics.jsonl").read_text().splitlines()]
 
@@ -106,7 +105,7 @@ def test_one_tracker_that_raises_does_not_silence_the_other(wandb, tmp_path: Pat
     writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar), flush=lambda: None)
     writer.close = lambda: written.append("closed")
     stub = ModuleType("torch.utils.tensorboard")
-    stub.SummaryWriter = lambda folder: writer
+    stub.SummaryWriter = lambda folder, purge_step: writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     wandb("init")
     log_steps(make_logger(tmp_path, **{"logging.tensorboard": True}), steps=(7,))

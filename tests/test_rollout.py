@@ -109,9 +109,9 @@ def test_completions_are_handed_over_part_by_part(model, monkeypatch, max_sequen
     seen, seen_before = {}, []
     generate_batch = HFEngine._generate_batch
 
-    def spy(self, requests, sampling):
+    def spy(self, requests, sampling, check):
         seen_before.append(len(seen))
-        return generate_batch(self, requests, sampling)
+        return generate_batch(self, requests, sampling, check)
 
     def on_completion(i, completion):
         assert i not in seen

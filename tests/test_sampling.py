@@ -30,7 +30,7 @@ class ScriptedEngine:
     def __init__(self, script: dict[int, list[str]]) -> None:
         self.script, self.batches = script, []
 
-    def generate(self, requests, sampling, on_completion=None):
+    def generate(self, requests, sampling, on_completion=None, check=None):
         self.batches.append(list(requests))
         self.sampling = sampling
         assert len(self.batches) <= CAP, "spinning"
@@ -68,6 +68,9 @@ class InOrder:
 
     def take(self, number: int) -> list[Prompt]:
         return [next(self.order) for _ in range(number)]
+
+    def state_dict(self) -> dict:
+        return {}
 
 
 class Text:
@@ -279,7 +282,7 @@ def test_responses_are_judged_while_others_are_generated(make) -> None:
             return super().judge(text)
 
     class Patient(ScriptedEngine):
-        def generate(self, requests, sampling, on_completion=None):
+        def generate(self, requests, sampling, on_completion=None, check=None):
             completions = [self.complete(request, sampling) for request in requests]
             on_completion(0, completions[0])
             assert judged.wait(10), "nothing is judged before the last response is there"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tiny import tiny_config, write_jsonl
+from tiny import tiny_config, unfinished, write_jsonl
 from transformers import PreTrainedModel
 
 from dapo.cli import main
@@ -79,7 +79,8 @@ def test_signal_ends_the_run_with_its_code_and_one_line(stopped, signum: signal.
     run = folder / "run"
     steps = (run / "metrics.jsonl").read_bytes().count(b"\n")
     said = [
-        f"dapo: {how} after step {step}; what {run} holds is whole: `dapo report {run}` shows it\n"
+        f"dapo: {how} after step {step}; what {run} holds is whole: `dapo report {run}` shows it, "
+        f"`dapo train --resume {run}` goes on\n"
         for step in (steps, steps + 1)  # a step counts as done before its evaluation is
     ]
     assert error in said and "Traceback" not in (folder / "out").read_text()
@@ -88,7 +89,7 @@ def test_signal_ends_the_run_with_its_code_and_one_line(stopped, signum: signal.
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_what_a_stopped_run_leaves_is_whole(stopped, signum: signal.Signals) -> None:
     run = stopped[signum][1] / "run"
-    assert [path for path in run.rglob("*") if ".partial" in path.name or path.name.startswith(".")] == []
+    assert unfinished(run) == []
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) >= 2 and [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
     for path in [*run.glob("rollouts/*"), *run.glob("eval/*.jsonl")]:
@@ -121,7 +122,6 @@ def test_interrupt_while_the_model_is_saved_leaves_no_half_model(
     tmp_path, tiny_model_dir, monkeypatch, capsys
 ) -> None:
     def save_half(self, folder, **options):
-        Path(folder).mkdir()
         (Path(folder) / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -130,7 +130,9 @@ def test_interrupt_while_the_model_is_saved_leaves_no_half_model(
     assert interrupted_main(["train", str(config)]) == 130
     assert capsys.readouterr().err.startswith("dapo: interrupted after step 1; what ")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
         "config.yaml",
+        "events.jsonl",
         "metrics.jsonl",
         "rollouts",
     ]
@@ -139,8 +141,12 @@ def test_interrupt_while_the_model_is_saved_leaves_no_half_model(
 def test_interrupt_while_rollouts_are_written_leaves_no_half_file(
     tmp_path, tiny_model_dir, monkeypatch
 ) -> None:
+    replace = os.replace
+
     def interrupt(source, target):
-        raise KeyboardInterrupt
+        if Path(target).parent.name == "rollouts":
+            raise KeyboardInterrupt
+        replace(source, target)
 
     config = tiny_config(tmp_path, tiny_model_dir)
     monkeypatch.setattr("os.replace", interrupt)

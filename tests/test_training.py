@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import of_training, tiny_config, write_jsonl
+from tiny import of_training, tiny_config, unfinished, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.cli import main
@@ -145,7 +145,7 @@ def test_tensorboard_has_the_metrics(run: Path) -> None:
 
 def test_run_folder_holds_a_report_a_model_and_nothing_half_written(run: Path, tiny_model_dir: Path) -> None:
     assert "Held-out accuracy" in (run / "report.html").read_text(encoding="utf-8")
-    assert [path for path in run.rglob("*") if path.name.startswith(".")] == []
+    assert unfinished(run) == []
     before = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
     assert before.keys() == after.keys()

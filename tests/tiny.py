@@ -137,3 +137,9 @@ MACHINE = ("time_", "tokens_per_s", "peak_memory_gb", "memory_", "mfu")
 def of_training(row: dict) -> dict:
     """What of a step's metrics two runs of one seed share."""
     return {key: value for key, value in row.items() if not key.startswith(MACHINE)}
+
+
+def unfinished(run: Path) -> list[Path]:
+    """What only a process at work may leave in a run's folder."""
+    hidden = [path for path in run.rglob("*") if path.name.startswith(".") or ".partial" in path.name]
+    return [path for path in hidden if not path.match("checkpoints/step_*/.metadata")]

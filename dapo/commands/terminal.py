@@ -8,19 +8,23 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..stopping import Terminated
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-class Terminated(BaseException):
-    """SIGTERM, raised where the program happens to be, as KeyboardInterrupt is."""
 
 
 def complain(message: str, code: int) -> int:
     """Prints one line to stderr and returns `code`. Of the processes of a run, the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"dapo: {' '.join(message.split())}", file=sys.stderr)
+        print_line(message)
     return code
+
+
+def print_line(message: str) -> None:
+    """In one write: processes of a run share the terminal."""
+    sys.stderr.write(f"dapo: {' '.join(message.split())}\n")
+    sys.stderr.flush()
 
 
 def stoppable(work: Callable[[], int], stopped: Callable[[str, int], int], close: Callable[[], None]) -> int:

@@ -9,6 +9,7 @@ from .base import Section
 from .files import load_config, save_config
 from .run import Config
 from .sections import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     LoggingConfig,
@@ -24,6 +25,7 @@ from .sections import (
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvalConfig",

@@ -9,9 +9,11 @@ from pydantic import Field, model_validator
 from .algorithm import AlgorithmConfig
 from .base import Section
 from .sections import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     LoggingConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -23,10 +25,11 @@ from .sections import (
 
 class Config(Section):
     run_dir: str
-    """Folder of the run; must not hold one already."""
+    """Folder of the run. A new run's must not hold one already."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of sampling noise and data order."""
+    """Of sampling noise, data order and LoRA's first weights."""
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -34,6 +37,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
     include: Annotated[list[str], Field(exclude=True)] = []

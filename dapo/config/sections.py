@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .base import Count, Section, Weight
 
@@ -17,6 +18,35 @@ class ModelConfig(Section):
     reference_path: str | None = None
     """The frozen model that `algorithm.kl_coef` holds the policy to, loaded only where that is over 0. Null:
     the model of `path` as it was."""
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters in place of the model's weights, through `peft` (`pip install peft`). Of
+    `optimizer.learning_rate` LoRA takes about ten times what training all weights does: try 1e-5. There is no
+    dropout: it would make the ratio to the policy that sampled noise."""
+
+    rank: Count | None = None
+    """Of each adapter. Null: no LoRA, all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What adapters add to a layer is multiplied by `alpha` / `rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """What gets adapters: `all-linear` (every linear layer but the output head), a list of what module names
+    end in (`[q_proj, v_proj]`), or a regular expression for whole names. Not the head, not embeddings."""
+    rslora: bool = False
+    """Multiply by `alpha` / sqrt(`rank`) instead, so that large ranks learn as fast (rsLoRA)."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _targets(cls, targets: Any) -> str | list[str]:
+        names = [targets] if isinstance(targets, str) else targets
+        if not (isinstance(names, list) and names and all(isinstance(n, str) and n for n in names)):
+            raise ValueError("must be all-linear, a list of what names end in, or a regular expression")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"must be all-linear, a list or a regular expression ({error})") from None
+        return targets
 
 
 class SourceConfig(Section):
@@ -130,6 +160,9 @@ class TrainConfig(Section):
     """Recompute activations in backward: less memory, more time."""
     offload_activations: bool = False
     """With `gradient_checkpointing`: keep what enters each block in host memory until backward."""
+    max_skipped_updates: Count = 10
+    """So many updates in a row without an optimizer step (loss or gradient not finite, or no token in the
+    loss) end the run."""
     save_model: bool = True
     """Write the trained model to `RUN/model` at the end, as a transformers folder."""
 
@@ -150,6 +183,23 @@ class ParallelConfig(Section):
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that a process waits for the others, whose rollouts may take longer, before the run fails."""
+    warn_after: Annotated[float, Field(ge=0)] | None = 600.0
+    """Seconds that a process waits for the others before a warning names those it waits for, and what they
+    are at. Null or 0: none."""
+
+
+class CheckpointConfig(Section):
+    """What `dapo train --resume RUN` goes on from: `RUN/checkpoints`. A run also saves after its last step,
+    and when it is stopped."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints. 0: none in between."""
+    keep: Count = 2
+    """Newest checkpoints to keep."""
+    keep_best: bool = True
+    """Save after an evaluation that is the best so far, and keep that one too."""
+    asynchronous: bool = True
+    """Write beside the training, from a copy in host memory. False: training waits."""
 
 
 class EvalConfig(Section):

@@ -11,10 +11,12 @@ from .collectives import (
 from .loading import load_shards
 from .meta import empty_model, model_folder
 from .sharding import clip_grad_norm, shard_policy, transformer_blocks
+from .watchdog import Watchdog, phase
 from .weights import full_state_dict, inference_copy, refresh
 from .world import World, open_world
 
 __all__ = [
+    "Watchdog",
     "World",
     "all_gather_objects",
     "all_reduce_max",
@@ -27,6 +29,7 @@ __all__ = [
     "load_shards",
     "model_folder",
     "open_world",
+    "phase",
     "refresh",
     "same_on_all_ranks",
     "shard_policy",

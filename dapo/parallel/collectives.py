@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .watchdog import waiting
 from .world import World
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ def _all_reduce(values: Mapping[str, Number], world: World, op: dist.ReduceOp) -
     checksum = float(zlib.crc32(" ".join(names).encode()))
     packed = torch.tensor([checksum, *(plain[name] for name in names)], dtype=torch.float64)
     # Ranks that share sequences would be counted twice in a sum.
-    dist.all_reduce(packed, op, group=world.data_group if op == dist.ReduceOp.SUM else None)
+    with waiting():
+        dist.all_reduce(packed, op, group=world.data_group if op == dist.ReduceOp.SUM else None)
     seen, *reduced = packed.tolist()
     if seen != (checksum * world.data_size if op == dist.ReduceOp.SUM else checksum):
         raise RuntimeError(f"ranks reduce different names; rank {world.rank} has {names}")
@@ -52,7 +54,8 @@ def gather_objects(value: T, world: World) -> list[T] | None:
     if not world.distributed:
         return [value]
     received = [None] * world.size if world.is_main else None
-    dist.gather_object(value, received, dst=0)
+    with waiting():
+        dist.gather_object(value, received, dst=0)
     return received[:: world.context] if received is not None else None
 
 
@@ -61,7 +64,8 @@ def all_gather_objects(value: T, world: World) -> list[T]:
     if not world.distributed:
         return [value]
     received: list[Any] = [None] * world.size
-    dist.all_gather_object(received, value)
+    with waiting():
+        dist.all_gather_object(received, value)
     return received[:: world.context]
 
 
@@ -71,7 +75,8 @@ def same_on_all_ranks(value: T, world: World) -> T:
     if not world.distributed:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    with waiting():
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

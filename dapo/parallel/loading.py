@@ -15,25 +15,30 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
+from ..lora import Adapters, initial_weight
 from ..model import Policy
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Buffers that old files hold, and that models compute."""
 
 
-def load_shards(policy: Policy, folder: Path, device: torch.device) -> None:
+def load_shards(policy: Policy, folder: Path, device: torch.device, seed: int = 0) -> None:
     """Fills a policy that was sharded on `meta`. A rank reads the rows that are its own and converts them to
     the parameters' dtype; nothing is communicated.
 
     Args:
         policy: after `shard_policy`, of a model from `empty_model(folder, ...)`.
         device: where the shards go: the world's device, or the CPU with `parallel.offload`.
+        seed: of the adapters' initial weights, where the model has adapters: no folder holds those.
 
     Raises:
         UserError: the folder has no safetensors, lacks a parameter, or holds one of another model.
     """
     model = policy.model
-    wanted = {name: value for name, value in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    adapters = Adapters(model)
+    plain = {name: adapters.plain_name(name) for name in parameters}
+    wanted = {plain[name]: value for name, value in parameters.items() if plain[name] is not None}
     buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False)}
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -42,9 +47,13 @@ def load_shards(policy: Policy, folder: Path, device: torch.device) -> None:
         _check_shapes(wanted.values(), names, files)
         filled: dict[int, nn.Parameter] = {}  # by the parameter on meta: tied ones stay one
         state = {}
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             if id(parameter) not in filled:
-                filled[id(parameter)] = _filled(parameter, names[id(parameter)], files, device)
+                if plain[name] is None:
+                    rows = initial_weight(name, parameter.shape, seed)
+                else:
+                    rows = files.slice(names[id(parameter)])
+                filled[id(parameter)] = _filled(parameter, rows, device)
             state[name] = filled[id(parameter)]
         model.load_state_dict(state, strict=False, assign=True)
         with torch.no_grad():
@@ -91,11 +100,12 @@ def _check_shapes(parameters: Iterable[Tensor], names: dict[int, str], files: _F
             )
 
 
-def _filled(parameter: DTensor, name: str, files: _Files, device: torch.device) -> nn.Parameter:
-    """The parameter with this rank's rows from the files in place of those on meta."""
+def _filled(parameter: DTensor, rows, device: torch.device) -> nn.Parameter:
+    """The parameter with this rank's of all `rows`, a tensor or a slice of a file, in place of those on
+    meta."""
     local = torch.empty(parameter.to_local().shape, dtype=parameter.dtype, device=device)
     if local.numel():
-        first, rows = _first_row(parameter), files.slice(name)
+        first = _first_row(parameter)
         # A slice is read from the mapped file as it is copied: no more than it in host memory.
         local.copy_(rows[first : first + len(local)])
     sharded = DTensor.from_local(

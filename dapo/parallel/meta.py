@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from ..errors import UserError, first_line
+from ..model_facts import heed_softcap
 
 
 def model_folder(path: str) -> Path:
@@ -64,7 +65,7 @@ def _build(config, dtype: torch.dtype) -> PreTrainedModel:
     with no_init_weights(), _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    return model.eval()
+    return heed_softcap(model).eval()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..config import ParallelConfig
+from ..lora import Adapters
 from ..model import Policy
 from .meta import empty_like
 from .world import World
@@ -34,21 +35,24 @@ def inference_copy(policy: Policy, config: ParallelConfig, world: World) -> PreT
 
 @torch.no_grad()
 def refresh(copy: PreTrainedModel, policy: Policy) -> None:
-    """Brings the policy's weights, as its forward uses them, into its inference copy. Every rank calls it;
-    one block at a time is whole. With one process there is nothing to do."""
+    """Brings the policy's weights, as its forward uses them, into its inference copy, adapters merged. Every
+    rank calls it; one block at a time is whole. With one process there is nothing to do."""
     if copy is policy.model:
         return
+    model, adapters = policy.model, Adapters(policy.model)
     for prefix, names in _units(policy).items():
         unit = policy.get_submodule(prefix)
         unit.reshard()  # what a forward without backward left gathered may be out of date
         unit.unshard()
         try:
-            for name in names:
-                # While gathered, a parameter is registered as a plain tensor under its own name.
-                copy.get_parameter(name.removeprefix("model.")).copy_(policy.get_parameter(name))
+            for name in (name.removeprefix("model.") for name in names):
+                plain = adapters.plain_name(name)
+                if plain is not None:
+                    # While gathered, a parameter is registered as a plain tensor under its own name.
+                    copy.get_parameter(plain).copy_(adapters.merged(name, model.get_parameter))
         finally:
             unit.reshard()
-    for name, buffer in policy.model.named_buffers():
+    for name, buffer in model.named_buffers():
         copy.get_buffer(name).copy_(buffer)
 
 
@@ -66,21 +70,39 @@ def _units(policy: Policy) -> dict[str, list[str]]:
 
 
 def full_state_dict(policy: Policy, world: World) -> dict[str, Tensor]:
-    """What `policy.model.state_dict()` would be without shards, on rank 0 in host memory; empty elsewhere.
+    """What `policy.model.state_dict()` would be without shards and with its adapters merged, on rank 0 in
+    host memory; empty elsewhere. The policy stays as it is.
 
     Every rank calls it. One tensor at a time is whole on the others, in the dtype of the optimizer's weights.
     Tied parameters are one tensor. Save by `model.save_pretrained(out, state_dict=...)` on rank 0.
     """
-    if not world.distributed:
+    adapters = Adapters(policy.model)
+    if not world.distributed and not adapters.layers:
         return policy.model.state_dict()
+    values = policy.model.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     state = {}
-    for name, value in policy.model.state_dict(keep_vars=True).items():
+    for name, value in values.items():
+        plain = adapters.plain_name(name)
+        if plain is None:
+            continue
         if id(value) not in whole:
-            tensor = _gathered(value.detach(), world.device)
+            tensor = adapters.merged(name, lambda key: _gathered(values[key].detach(), world.device))
             whole[id(value)] = tensor.cpu() if world.is_main else tensor.new_empty(0)
-        state[name] = whole[id(value)]
+        state[plain] = whole[id(value)]
     return state if world.is_main else {}
+
+
+def adapter_state_dict(policy: Policy, world: World) -> dict[str, Tensor]:
+    """The adapters' own weights under their names in `policy.model`, whole, on rank 0 in host memory; empty
+    elsewhere, and where there are no adapters. Every rank calls it."""
+    adapters, state = Adapters(policy.model), {}
+    for name, value in policy.model.state_dict(keep_vars=True).items():
+        if adapters.plain_name(name) is None:
+            tensor = _gathered(value.detach(), world.device)
+            if world.is_main:
+                state[name] = tensor.cpu()
+    return state
 
 
 def _gathered(value: Tensor, device: torch.device) -> Tensor:

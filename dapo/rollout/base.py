@@ -51,12 +51,14 @@ class RolloutEngine(Protocol):
         requests: Sequence[Request],
         sampling: SamplingParams,
         on_completion: OnCompletion | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """One completion for each request, in order.
 
         Args:
             on_completion: called once for each request, in any order, as soon as its completion is there:
                 what it starts goes on beside the generation of the rest. What it raises ends the generation.
+            check: called every few tokens at least. What it raises ends the generation.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class HFEngine:
         requests: Sequence[Request],
         sampling: SamplingParams,
         on_completion: OnCompletion | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """One completion for each request, in order; prompts of like length are generated together, and
         `on_completion` is called after each part of `max_sequences`."""
@@ -57,7 +58,7 @@ class HFEngine:
         try:
             for start in range(0, len(order), self.max_sequences):
                 part = order[start : start + self.max_sequences]
-                batch = self._generate_batch([requests[i] for i in part], sampling)
+                batch = self._generate_batch([requests[i] for i in part], sampling, check)
                 completions.update(zip(part, batch))
                 for i in part if on_completion else ():
                     on_completion(i, completions[i])
@@ -66,7 +67,9 @@ class HFEngine:
             self.model.generation_config = defaults
         return [completions[i] for i in range(len(requests))]
 
-    def _generate_batch(self, requests: list[Request], sampling: SamplingParams) -> list[Completion]:
+    def _generate_batch(
+        self, requests: list[Request], sampling: SamplingParams, check: Callable[[], None] | None
+    ) -> list[Completion]:
         prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
         rows = torch.tensor([row_of[tuple(request.prompt_ids)] for request in requests])  # [B]
@@ -76,7 +79,7 @@ class HFEngine:
         # Recurrent models keep a state of their own kind, which is not copied to rows like keys and values.
         shared = len(prompts) < len(requests) and not getattr(self.model, "_is_stateful", False)
         cache = self._prefill(input_ids, attention_mask, rows) if shared else None
-        sampler = KeyedSampler([request.noise_key for request in requests], sampling, longest)
+        sampler = KeyedSampler([request.noise_key for request in requests], sampling, longest, check)
         config = copy.copy(self.config)
         config.max_new_tokens = sampling.max_new_tokens
         output = self.model.generate(
@@ -135,7 +138,14 @@ class KeyedSampler(LogitsProcessor):
     `logprobs` collects `[B]` log-probs a step, of the distribution that was sampled from.
     """
 
-    def __init__(self, keys: Sequence[tuple[int, ...]], sampling: SamplingParams, prompt_length: int) -> None:
+    def __init__(
+        self,
+        keys: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        prompt_length: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.check = check
         self.greedy = sampling.temperature == 0
         self.warpers = distribution_processors(sampling)
         self.prompt_length = prompt_length
@@ -144,6 +154,8 @@ class KeyedSampler(LogitsProcessor):
         self.uniforms = torch.stack(rows)  # [B, max_new_tokens] fp64
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.check is not None:
+            self.check()
         scores = self.warpers(input_ids, scores.float())
         logprobs = scores.log_softmax(-1)  # [B, V]
         if self.greedy:
