@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from importlib import import_module
 
-from .commands import data, evaluate, report, train
-from .commands.terminal import complain
 from .errors import TrainingStopped, UserError
+
+COMMANDS = {
+    "train": "train",
+    "status": "status",
+    "report": "report",
+    "eval": "evaluate",
+    "export": "export",
+    "data": "data",
+}
+"""Each command's module in `commands`."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 it could not go on, 2 wrong input,
     130 interrupted, 143 terminated."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
     except UserError as error:
-        return complain(str(error), 2)
+        return _complain(str(error), 2)
     except TrainingStopped as error:
-        return complain(str(error), 1)
+        return _complain(str(error), 1)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        return complain(f"cannot go on: {error.strerror or error}{where}; what was written is whole", 1)
+        return _complain(f"cannot go on: {error.strerror or error}{where}; what was written is whole", 1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _complain(message: str, code: int) -> int:
+    from .commands.terminal import complain
+
+    return complain(message, code)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Imports the command that is named alone: what others need may take seconds."""
     parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, evaluate, report, data):
-        command.add(commands)
-    return parser
+    for name in argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS:
+        import_module(f".commands.{COMMANDS[name]}", __package__).add(commands)
+    return parser.parse_args(argv)

@@ -11,6 +11,10 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on as configured; what was written so far is whole (exit code 1)."""
 
 
+class Terminated(BaseException):
+    """SIGTERM, raised where the program happens to be, as KeyboardInterrupt is."""
+
+
 def first_line(error: Exception) -> str:
     """What an error of a library says, short enough to be part of one line."""
     return str(error).strip().split("\n")[0]

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .config import Config
 from .errors import UserError, first_line
-from .model_files import whole_folder
+from .files import replacing_folder
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
@@ -188,6 +188,6 @@ def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], out: Path) 
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": weight.contiguous()
         for name, weight in weights.items()
     }
-    with whole_folder(out) as partial:
+    with replacing_folder(out) as partial:
         settings.save_pretrained(partial)
         save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .config import ModelConfig
 from .errors import UserError, first_line
+from .files import replacing_folder
 from .model_facts import heed_softcap
 
 
@@ -75,26 +73,15 @@ def save_model(
 ) -> None:
     """Writes a transformers folder, whole or not at all; the weights of `state_dict` where the model holds
     shards or adapters."""
-    with whole_folder(out) as partial:
-        model.save_pretrained(partial, state_dict=state_dict)
-        tokenizer.save_pretrained(partial)
+    with replacing_folder(out) as partial:
+        write_model(model, tokenizer, partial, state_dict=state_dict)
 
 
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `out` if all goes well, and else is removed."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if out.exists():
-            replaced = out.with_name(f".{out.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(out, replaced)
-            os.rename(partial, out)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, **options: Any
+) -> None:
+    """Model and tokenizer into a folder that is there; `options` of `save_pretrained`."""
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # made for their owner's eyes alone
+        weights.chmod((folder / "config.json").stat().st_mode)

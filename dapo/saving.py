@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves and restores what updater and sampler hold. Every rank has one, and they call it alike."""
+    """Saves and restores what updater and sampler hold. Every rank has one, and they call it alike.
 
-    def __init__(self, config: Config, updater: Updater, sampler: Sampler, world: World) -> None:
+    Args:
+        on_failure: is told, besides the log, of a checkpoint that could not be written.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        updater: Updater,
+        sampler: Sampler,
+        world: World,
+        on_failure: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.on_failure = on_failure
         self.settings, self.updater, self.sampler, self.world = config.checkpoint, updater, sampler, world
         self.root = Path(config.run_dir) / "checkpoints"
         self.writer = BackgroundWriter(self.root, world)
@@ -76,6 +89,7 @@ class Saver:
             self.writer.wait()
         except CheckpointFailed as error:
             self.saved = None
+            self.on_failure(str(error))
             logger.warning("%s; training goes on, earlier checkpoints are whole", error)
 
     def finish(self, step: int, unlogged: dict[str, Any] | None = None) -> None:

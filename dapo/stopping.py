@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from .errors import Terminated
 from .parallel import World, all_gather_objects
 
 T = TypeVar("T")
-
-
-class Terminated(BaseException):
-    """SIGTERM, raised where the program happens to be, as KeyboardInterrupt is."""
 
 
 class Abandoned(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 from rich.console import Console
 
 from .config import Config
-from .data import Prompt, PromptSet, PromptStream, load_prompts
-from .errors import UserError
+from .data import PromptStream
+from .errors import UserError, first_line
 from .evaluate import evaluate
 from .logging import RunLogger
 from .lora import save_adapter
@@ -32,11 +33,11 @@ from .parallel.weights import adapter_state_dict
 from .policy_setup import build_policy
 from .progress import StepProgress, describe_eval, describe_gain
 from .report import write_report
-from .rewards import Scorer
 from .rollout import HFEngine
 from .sampling import RolloutBatch, Sampler
 from .saving import Saver
 from .stopping import Abandoned, StopRequest
+from .train_data import load_train_data
 from .update import Updater
 
 
@@ -60,18 +61,15 @@ class Trainer:
         torch.manual_seed(config.seed)
         built = build_policy(config, self.world)
         self.policy, self.rollout_model, self.tokenizer = built.policy, built.rollout_model, built.tokenizer
-        self.held_out = self._load_held_out()
-        train = load_prompts("train", config.data.train, config.data, self.tokenizer, self.held_out)
-        self.console.print(f"train data: {train.describe()}", soft_wrap=True)
-        self.stream = PromptStream(train.prompts, config.seed)
-        self._check_length(train.prompts)
+        positions = max_positions(self.rollout_model)
+        self.data, self.held_out = load_train_data(config, self.tokenizer, positions, self.console)
+        self.stream = PromptStream(self.data.prompts, config.seed)
         self.engine = HFEngine(self.rollout_model, built.eos_token_ids, config.rollout.max_sequences)
-        self.scorer = self._scorer(train)
-        self.eval_scorer = self._scorer(self.held_out) if self.held_out else None
-        judging = (self.engine, self.scorer, self.tokenizer, self.world, self.stop.abandon)
+        judging = (self.engine, self.data.scorer, self.tokenizer, self.world, self.stop.abandon)
         self.sampler = Sampler(config, self.stream, *judging)
         self.updater = Updater(config, self.policy, self.world)
-        self.saver = Saver(config, self.updater, self.sampler, self.world)
+        failed = functools.partial(self._note, "checkpoint failed")
+        self.saver = Saver(config, self.updater, self.sampler, self.world, failed)
         self.step = 0
         """The last step whose updates are made."""
         self.unlogged: dict[str, float] | None = None
@@ -116,37 +114,21 @@ class Trainer:
                 error = str(reason)
         if error := same_on_all_ranks(error, self.world):
             raise UserError(error)
-        if logger is not None and resumed is not None:
-            logger.log_event("resumed", self.step, f"after step {self.step}")
+        if logger is not None:
+            kind, how = ("started", "") if resumed is None else ("resumed", f"after step {self.step}")
+            logger.log_event(kind, self.step, f"{how} on {self.world.size} processes".strip())
         return logger
-
-    def _load_held_out(self) -> PromptSet | None:
-        if self.config.data.eval is None:
-            if self.config.eval.every:
-                raise UserError("eval.every needs data.eval: name held-out prompts there")
-            return None
-        held_out = load_prompts("eval", self.config.data.eval, self.config.data, self.tokenizer)
-        self.console.print(f"held-out data: {held_out.describe()}", soft_wrap=True)
-        return held_out
-
-    def _scorer(self, prompts: PromptSet) -> Scorer:
-        scorer = Scorer(self.config.reward, prompts.source)
-        scorer.check_rows(prompts.prompts)
-        return scorer
-
-    def _check_length(self, prompts: list[Prompt]) -> None:
-        limit = max_positions(self.rollout_model)
-        longest = max(len(prompt.ids) for prompt in prompts)
-        if limit is not None and longest + self.config.rollout.max_response_length > limit:
-            raise UserError(
-                f"the longest prompt ({longest} tokens) and rollout.max_response_length "
-                f"({self.config.rollout.max_response_length}) go beyond the model's {limit} positions: lower "
-                "data.max_prompt_length or rollout.max_response_length"
-            )
 
     def train(self) -> None:
         """Goes on to the last step. Stopped by a signal, it raises what the signal stands for, with the last
         finished step saved."""
+        try:
+            self._train()
+        except Exception as error:
+            self._note("failed", first_line(error) or type(error).__name__)
+            raise
+
+    def _train(self) -> None:
         steps = self.config.train.steps
         progress = StepProgress(self.console, self.step, steps, self.config.rollout.prompts_per_step)
         with phase("training"), self.stop.noted(self._say_stopping), progress:
@@ -181,6 +163,8 @@ class Trainer:
             self.engine.sync_weights()
         ended = time.perf_counter()
         self.step = step
+        if stats.skipped_updates:
+            self._note("skipped", f"{stats.skipped_updates} updates of step {step}")
         if self.logger is not None:
             self.logger.log_rollouts(batch)
         metrics = {
@@ -221,7 +205,7 @@ class Trainer:
         if self.held_out is None:
             return {}
         self.console.print(f"evaluating on {len(self.held_out.prompts)} held-out prompts", soft_wrap=True)
-        arguments = (self.engine, self.eval_scorer, self.tokenizer, self.world, self.stop.abandon)
+        arguments = (self.engine, self.held_out.scorer, self.tokenizer, self.world, self.stop.abandon)
         asked = len(self.held_out.prompts) * self.config.eval.samples_per_prompt // self.world.data_size + 1
         with phase("evaluation", step), generation_advice(self.config, asked, "evaluation", self.world):
             result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)
@@ -275,9 +259,9 @@ class Trainer:
             self.logger.close()
         self.saver.close()
         self.engine.close()
-        for scorer in (self.scorer, self.eval_scorer):
-            if scorer is not None:
-                scorer.close()
+        for judged in (self.data, self.held_out):
+            if judged is not None:
+                judged.scorer.close()
         self.watchdog.close()
         self.world.close()
 

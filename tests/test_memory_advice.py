@@ -24,9 +24,9 @@ from dapo.rollout import HFEngine
 from dapo.update import Updater, train_samples
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB is "
-    "free. Including non-PyTorch memory, this process has 77.80 GiB memory in use. Of the allocated memory 70.01 "
-    "GiB is allocated by PyTorch, and 6.50 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 "
+    "GiB is free. Including non-PyTorch memory, this process has 77.80 GiB memory in use. Of the allocated "
+    "memory 70.01 GiB is allocated by PyTorch, and 6.50 GiB is reserved by PyTorch but unallocated."
 )
 
 

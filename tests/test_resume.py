@@ -213,6 +213,7 @@ def test_t16_a_checkpoint_that_finds_the_disk_full_does_not_end_the_run(
         assert main(["train", config]) == 0
     assert any("No space left on device" in message for message in caplog.messages)
     assert saved_steps(run / "checkpoints") == [1, 3]
+    assert ("checkpoint failed", 3) in events(run)  # noticed when the next one is due
     assert_same(run, want)
     monkeypatch.setattr(os, "fsync", full(4))
     capsys.readouterr()
@@ -231,7 +232,8 @@ def test_what_may_change_is_applied_and_noted(make, tmp_path: Path, capsys) -> N
     assert "changed on resume: train.steps: 2 -> 3" in output
     rates = [json.loads(line)["lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rates == [1e-3, 1e-3, 1e-5]
-    assert [kind for kind, _ in events(run)] == ["finished", "resumed", "changed", "changed", "finished"]
+    kinds = [kind for kind, _ in events(run)]
+    assert kinds == ["started", "finished", "resumed", "changed", "changed", "finished"]
     assert load_config(run / "config.yaml").optimizer.learning_rate == 1e-5
 
 
@@ -311,6 +313,7 @@ def test_updates_skipped_in_a_row_end_the_run(make, tmp_path: Path, monkeypatch,
     assert "3 updates in a row were skipped" in error and error.count("\n") == 1
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["skipped_updates"] for row in rows] == [0, 0, 1, 1]
+    assert [event for event in events(run) if event[0] == "skipped"] == [("skipped", 3), ("skipped", 4)]
 
 
 def test_abandoned_is_no_error_of_a_library() -> None:

@@ -1,4 +1,4 @@
-"""What test_watchdog.py runs: trainings on two processes in which one fails.
+"""What test_watchdog_runs.py runs: trainings on two processes in which one fails.
 
 `python tests/watchdog_cases.py FOLDER CONFIG NAME...` runs cases beside each other, as torchrun would; the
 log of a case is FOLDER/NAME.log, its verdict FOLDER/NAME.json. `torchrun ... tests/watchdog_cases.py CONFIG

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..stopping import Terminated
+from ..errors import Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console

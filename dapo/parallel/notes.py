@@ -60,9 +60,11 @@ class Note:
 
 
 class Notes:
-    """This process's note, and those of all. A daemon thread gives signs of life. A store that could
-    not be reached once is left alone (`broken`), since torch prints a page at each try: nothing is written any
-    more, and nothing can be read."""
+    """This process's note, and those of all. A daemon thread gives signs of life.
+
+    A store that could not be reached once is left alone (`broken`), since torch prints a page at each try:
+    nothing is written any more, and nothing can be read.
+    """
 
     def __init__(self, world: World) -> None:
         self.size, self.broken = world.size, False

@@ -42,8 +42,8 @@ ECHO = 2.0
 TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 # No GPU has run this yet: what NCCL says is from its sources.
 BROKEN = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|gloo/transport|nccl error"
-    r"|nccl communicator|remote process exited",
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|gloo/transport"
+    r"|nccl error|nccl communicator|remote process exited",
     re.IGNORECASE,
 )
 _current: Watchdog | None = None
@@ -105,7 +105,7 @@ class Watchdog:
             self._look(time.time(), seconds)
 
     def _look(self, now: float, seconds: float) -> None:
-        """Warns of a wait when it is long, when it is twice as long, and so on, and before it ends the run."""
+        """Warns of a long wait, again when it is twice as long, and before it ends the run."""
         wait = find_wait(self.notes.read(), self.world.size, now)
         if wait is None or wait.seconds < self.config.warn_after:
             self._next_warning = self.config.warn_after
