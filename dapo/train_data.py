@@ -20,6 +20,11 @@ class JudgedPrompts:
     prompts: list[Prompt]
     scorer: Scorer
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.ids) for prompt in self.prompts)
+
     @classmethod
     def of(cls, config: Config, prompts: PromptSet) -> JudgedPrompts:
         scorer = Scorer(config.reward, prompts.source)

@@ -26,14 +26,13 @@ from .parallel import (
     full_state_dict,
     open_world,
     phase,
-    refresh,
     same_on_all_ranks,
 )
 from .parallel.weights import adapter_state_dict
 from .policy_setup import build_policy
 from .progress import StepProgress, describe_eval, describe_gain
 from .report import write_report
-from .rollout import HFEngine
+from .rollout.build import build_engine, engine_world
 from .sampling import RolloutBatch, Sampler
 from .saving import Saver
 from .stopping import Abandoned, StopRequest
@@ -60,12 +59,14 @@ class Trainer:
         self.console = (console or Console()) if self.world.is_main else Console(quiet=True)
         torch.manual_seed(config.seed)
         built = build_policy(config, self.world)
-        self.policy, self.rollout_model, self.tokenizer = built.policy, built.rollout_model, built.tokenizer
-        positions = max_positions(self.rollout_model)
+        self.policy, self.tokenizer = built.policy, built.tokenizer
+        positions = max_positions(self.policy.model)
         self.data, self.held_out = load_train_data(config, self.tokenizer, positions, self.console)
         self.stream = PromptStream(self.data.prompts, config.seed)
-        self.engine = HFEngine(self.rollout_model, built.eos_token_ids, config.rollout.max_sequences)
-        judging = (self.engine, self.data.scorer, self.tokenizer, self.world, self.stop.abandon)
+        longest = max(judged.longest for judged in (self.data, self.held_out) if judged is not None)
+        self.engine = build_engine(config, built, self.world, longest)
+        self.generating = engine_world(config, self.world)
+        judging = (self.engine, self.data.scorer, self.tokenizer, self.generating, self.stop.abandon)
         self.sampler = Sampler(config, self.stream, *judging)
         self.updater = Updater(config, self.policy, self.world)
         failed = functools.partial(self._note, "checkpoint failed")
@@ -89,7 +90,6 @@ class Trainer:
         self.step, self.unlogged = state["step"], state["unlogged"]
         self._check_unfinished()
         self.console.print(f"going on after step {self.step}", soft_wrap=True)
-        refresh(self.rollout_model, self.policy)
         self.engine.sync_weights()
         return self.step, self.step - (self.unlogged is not None)
 
@@ -153,13 +153,13 @@ class Trainer:
         started = time.perf_counter()
         with phase("generation", step):
             batch = self.sampler.fill(step, progress.generated)
+        self.engine.rest()
         progress.training()
         train_started = time.perf_counter()
         with phase("update", step):
             stats = self.updater.run(batch.groups, step)
         sync_started = time.perf_counter()
         with phase("sync", step):
-            refresh(self.rollout_model, self.policy)
             self.engine.sync_weights()
         ended = time.perf_counter()
         self.step = step
@@ -205,7 +205,7 @@ class Trainer:
         if self.held_out is None:
             return {}
         self.console.print(f"evaluating on {len(self.held_out.prompts)} held-out prompts", soft_wrap=True)
-        arguments = (self.engine, self.held_out.scorer, self.tokenizer, self.world, self.stop.abandon)
+        arguments = (self.engine, self.held_out.scorer, self.tokenizer, self.generating, self.stop.abandon)
         asked = len(self.held_out.prompts) * self.config.eval.samples_per_prompt // self.world.data_size + 1
         with phase("evaluation", step), generation_advice(self.config, asked, "evaluation", self.world):
             result, responses = evaluate(self.config, step, self.held_out.prompts, *arguments)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.optim
 
+import dapo.rollout.build
 import dapo.sampling
 import dapo.saving
 import dapo.trainer
@@ -45,8 +46,8 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "update.start": (Updater, "run", 1, BEFORE),
     "update.middle": (torch.optim.AdamW, "step", 1, AFTER),
     "update.end": (Updater, "run", 1, AFTER),
-    "sync.start": (dapo.trainer, "refresh", 1, BEFORE),
-    "sync.middle": (dapo.trainer, "refresh", 1, AFTER),
+    "sync.start": (HFEngine, "sync_weights", 1, BEFORE),
+    "sync.middle": (dapo.rollout.build, "refresh", 1, AFTER),
     "sync.end": (HFEngine, "sync_weights", 1, AFTER),
     "checkpoint.start": (dapo.saving, "training_tensors", 1, BEFORE),
     "checkpoint.middle": (os, "fsync", 2, AFTER),

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import dapo.parallel.notes as notes_module
 import dapo.parallel.watchdog as watchdog
 from dapo.config import ParallelConfig
 from dapo.errors import TrainingStopped, UserError
 from dapo.parallel import Watchdog, World, phase
 from dapo.parallel.blame import describe_gone, describe_timeout, describe_wait, find_wait, ranks, silent
-from dapo.parallel.notes import Note
+from dapo.parallel.notes import Note, Notes
 
 NOW = 10_000.0
 
@@ -175,8 +177,8 @@ def test_places_are_counted_alike_after_what_one_rank_skipped(of_two) -> None:
     [
         (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"), True),
         (RuntimeError("[...] Timed out waiting 3000ms for recv operation to complete"), True),
-        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."), True),
-        (torch.distributed.DistStoreError("wait timeout after 2000ms, keys: /x"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0."), True),
+        (dist.DistStoreError("wait timeout after 2000ms, keys: /x"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (UserError("data.train: connection refused by the file"), False),
         (ConnectionResetError(104, "Connection reset by peer"), False),
@@ -201,3 +203,30 @@ def test_with_one_process_nothing_is_noted() -> None:
     with phase("update", 1), dog.phase("generation"), dog.waiting(), watchdog.waiting():
         assert list(watchdog.each([1, 2])) == [1, 2] and watchdog.current() is None
     dog.close()
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Of a process group of this process alone, with signs of life at short intervals."""
+    monkeypatch.setattr(notes_module, "BEAT", 0.05)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+def test_notes_are_read_of_those_that_wrote_and_show_who_lives(store) -> None:
+    first = Notes(World(torch.device("cpu"), rank=0, size=3))
+    last = Notes(World(torch.device("cpu"), rank=2, size=3))
+    last.change(phase="update", step=4, order=(3, 1))
+    before = first.read()
+    assert [each.rank for each in before] == [0, 2]  # rank 1 is not there yet
+    assert before[1].place == "update of step 4" and before[1].order == (3, 1)
+    last.close()
+    before = first.read()
+    deadline = time.monotonic() + 10
+    while first.read()[0].beat == before[0].beat and time.monotonic() < deadline:
+        time.sleep(0.01)
+    after = first.read()
+    assert silent(before, after) == [after[1]] and after[0].heard > before[0].heard
+    first.close()

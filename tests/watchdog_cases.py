@@ -1,4 +1,4 @@
-"""What test_watchdog_runs.py runs: trainings on two processes in which one fails.
+"""What test_watchdog_runs.py runs: trainings on two processes, or three, of which one fails.
 
 `python tests/watchdog_cases.py FOLDER CONFIG NAME...` runs cases beside each other, as torchrun would; the
 log of a case is FOLDER/NAME.log, its verdict FOLDER/NAME.json. `torchrun ... tests/watchdog_cases.py CONFIG
@@ -93,6 +93,10 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[], None], list[str]]] = {
 }
 
 
+PROCESSES = {"killed": 3}
+"""Where it is not two."""
+
+
 def train(name: str, rank: int, config: str, run: Path) -> int:
     ranks, install, overrides = CASES[name]
     if rank in ranks:
@@ -117,19 +121,20 @@ def fork(work: Callable[[], int], log: Path) -> int:
 def start(name: str, folder: Path, config: str) -> tuple[list[int], dist.Store]:
     """The processes of a training, and the store they meet in, which outlives them as torchrun's does."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size = PROCESSES.get(name, 2)
 
     def work(rank: int) -> int:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         return train(name, rank, config, folder / name)
 
     log = folder / f"{name}.log"
-    return [fork(lambda rank=rank: work(rank), log) for rank in range(2)], store
+    return [fork(lambda rank=rank: work(rank), log) for rank in range(size)], store
 
 
 def run_cases(folder: Path, config: str, names: list[str], grace: float = 15.0) -> None:
-    """Once a process fails the other one gets SIGTERM, and after so many seconds SIGKILL, as by torchrun."""
+    """Once a process fails the others get SIGTERM, and after so many seconds SIGKILL, as by torchrun."""
     started = {name: start(name, folder, config) for name in names}
     processes = {pid: (name, rank) for name in names for rank, pid in enumerate(started[name][0])}
     codes: dict[str, dict[int, int]] = {name: {} for name in names}
@@ -144,9 +149,9 @@ def run_cases(folder: Path, config: str, names: list[str], grace: float = 15.0) 
                 if codes[name][rank] and name not in failed:
                     failed[name] = time.monotonic()
                     signal_all(processes, name, signal.SIGTERM)
-                if len(codes[name]) == 2:
+                if len(codes[name]) == PROCESSES.get(name, 2):
                     seconds = time.monotonic() - failed.get(name, time.monotonic())
-                    verdict = {"codes": [codes[name][0], codes[name][1]], "seconds": seconds}
+                    verdict = {"codes": [code for _, code in sorted(codes[name].items())], "seconds": seconds}
                     (folder / f"{name}.json").write_text(json.dumps(verdict))
             elif name in failed and time.monotonic() > failed[name] + grace:
                 os.kill(pid, signal.SIGKILL)

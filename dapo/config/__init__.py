@@ -21,6 +21,7 @@ from .sections import (
     SourceConfig,
     TermConfig,
     TrainConfig,
+    VllmConfig,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SourceConfig",
     "TermConfig",
     "TrainConfig",
+    "VllmConfig",
     "load_config",
     "save_config",
 ]

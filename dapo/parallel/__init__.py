@@ -12,7 +12,7 @@ from .loading import load_shards
 from .meta import empty_model, model_folder
 from .sharding import clip_grad_norm, shard_policy, transformer_blocks
 from .watchdog import Watchdog, phase
-from .weights import full_state_dict, inference_copy, refresh
+from .weights import full_state_dict, inference_copy, policy_weights, refresh, tied_head
 from .world import World, open_world
 
 __all__ = [
@@ -30,9 +30,11 @@ __all__ = [
     "model_folder",
     "open_world",
     "phase",
+    "policy_weights",
     "refresh",
     "same_on_all_ranks",
     "shard_policy",
     "split_across_ranks",
+    "tied_head",
     "transformer_blocks",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,27 +42,60 @@ def refresh(copy: PreTrainedModel, policy: Policy) -> None:
     rank calls it; one block at a time is whole. With one process there is nothing to do."""
     if copy is policy.model:
         return
+    for name, weight in policy_weights(policy):
+        copy.get_parameter(name).copy_(weight)
+    for name, buffer in policy.model.named_buffers():
+        copy.get_buffer(name).copy_(buffer)
+
+
+@torch.no_grad()
+def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter as the policy's forward uses it, adapters merged, by its name in the plain model; tied
+    ones once. A tensor holds until the next is asked for.
+
+    In shards, one block at a time is whole: every rank takes all of them, in this order.
+    """
     model, adapters = policy.model, Adapters(policy.model)
     for prefix, names in _units(policy).items():
-        unit = policy.get_submodule(prefix)
-        unit.reshard()  # what a forward without backward left gathered may be out of date
-        unit.unshard()
-        try:
+        with _whole(policy.get_submodule(prefix)):
             for name in (name.removeprefix("model.") for name in names):
                 plain = adapters.plain_name(name)
                 if plain is not None:
                     # While gathered, a parameter is registered as a plain tensor under its own name.
-                    copy.get_parameter(plain).copy_(adapters.merged(name, model.get_parameter))
-        finally:
-            unit.reshard()
-    for name, buffer in model.named_buffers():
-        copy.get_buffer(name).copy_(buffer)
+                    yield plain, adapters.merged(name, model.get_parameter).detach()
+
+
+@torch.no_grad()
+def tied_head(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The head's weight under its own name, where `policy_weights` has it as the input embedding alone; every
+    rank takes it."""
+    model = policy.model
+    head = model.get_output_embeddings()
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    (name,) = (f"{name}.weight" for name, module in model.named_modules() if module is head)
+    with _whole(policy):
+        yield name, head.weight.detach()
+
+
+@contextmanager
+def _whole(unit: nn.Module) -> Iterator[None]:
+    if not isinstance(unit, FSDPModule):
+        yield
+        return
+    unit.reshard()  # what a forward without backward left gathered may be out of date
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
 
 
 def _units(policy: Policy) -> dict[str, list[str]]:
-    """What is gathered at a time: the name of each sharded module, and the names of its own parameters."""
+    """What is gathered at a time: the name of each sharded module, and the names of its own parameters. All
+    at once where nothing is in shards."""
     units: dict[str, list[str]] = {
-        name: [] for name, module in policy.named_modules() if isinstance(module, FSDPModule)
+        name: [] for name, module in policy.named_modules() if name == "" or isinstance(module, FSDPModule)
     }
     for name, _ in policy.named_parameters():
         owner = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,7 +64,17 @@ class RolloutEngine(Protocol):
         ...
 
     def sync_weights(self) -> None:
-        """Makes the engine sample from the policy as it is now."""
+        """Makes the engine sample from the policy as it is now. Every rank calls it."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is generated until the next `sync_weights`: memory may be freed."""
         ...
 
     def close(self) -> None: ...
+
+
+def noise_seed(key: tuple[int, ...]) -> int:
+    """63 bits that depend on a noise key alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,14 +19,24 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .base import Completion, OnCompletion, Request, SamplingParams
+from .base import Completion, OnCompletion, Request, SamplingParams, noise_seed
 
 
 class HFEngine:
-    """Generates with the trained model itself, so there are no weights to sync."""
+    """Generates with a model in this process.
 
-    def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int], max_sequences: int) -> None:
-        self.model, self.max_sequences = model, max_sequences
+    Args:
+        refresh: brings the policy's weights into the model. Default: it is the trained model itself.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        max_sequences: int,
+        refresh: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self.max_sequences, self.refresh = model, max_sequences, refresh
         self.eos_token_ids = list(eos_token_ids)
         self.config = GenerationConfig(
             eos_token_id=self.eos_token_ids,
@@ -125,6 +134,9 @@ class HFEngine:
         return Completion(token_ids[:end], logprobs[:end], finished=end is not None)
 
     def sync_weights(self) -> None:
+        self.refresh()
+
+    def rest(self) -> None:
         pass
 
     def close(self) -> None:
@@ -184,8 +196,7 @@ def distribution_processors(sampling: SamplingParams) -> LogitsProcessorList:
 
 def keyed_uniforms(key: tuple[int, ...], count: int) -> Tensor:
     """`[count]` fp64 numbers in [0, 1) that depend on the key alone; a prefix does not depend on `count`."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(noise_seed(key))
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 

