@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from ..errors import UserError
-from ..parallel import watchdog
 from .terminal import complain, open_console, stoppable
 
 
@@ -41,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("dapo train takes CONFIG, or --resume RUN")
     else:
         config, changes = load_config(path, overrides), None
+    from ..parallel import watchdog  # takes seconds, which a mistake in the configuration need not wait for
+
     trainer = None
 
     def train() -> int:
