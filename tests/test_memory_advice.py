@@ -17,11 +17,12 @@ from dapo.batching import make_micro_batches
 from dapo.checkpoint import saved_steps
 from dapo.cli import main
 from dapo.errors import TrainingStopped
+from dapo.loss_inputs import train_samples
 from dapo.memory_advice import OutOfMemory, is_out_of_memory, micro_batch_advice
 from dapo.model import Policy
 from dapo.parallel import World
 from dapo.rollout import HFEngine
-from dapo.update import Updater, train_samples
+from dapo.update import Updater
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 "

@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from dapo.cli import main
 from dapo.config import Config, load_config
-from dapo.update import loss_config
+from dapo.loss_inputs import loss_config
 
 PRESETS = sorted((Path(__file__).parent.parent / "configs" / "algorithms").glob("*.yaml"))
 PRESET_LOSS = {
