@@ -6,17 +6,14 @@ Rank 0 writes each case's result to FOLDER/CASE.json; a case that fails ends its
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from processes import serve_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -255,22 +252,5 @@ def case_background(folder: Path, world: World) -> dict:
     }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    world = open_world(ParallelConfig(timeout=60))
-    for name in names:
-        started = time.perf_counter()
-        try:
-            result = globals()[f"case_{name}"](folder, world)
-        except BaseException:
-            (folder / f"{name}.{world.rank}.error").write_text(traceback.format_exc())
-            os._exit(1)  # without waiting for the other ranks
-        result["seconds"] = time.perf_counter() - started
-        if world.is_main:
-            (folder / f"{name}.json").write_text(json.dumps(result))
-        dist.barrier()
-    world.close()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    serve_cases(globals(), open_world(ParallelConfig(timeout=60)))

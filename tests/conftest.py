@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; test_compile.py goes without
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handler():
+    """The commands set one for SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

@@ -6,16 +6,12 @@ FOLDER/CASE.json; a case that fails ends its process, and torchrun ends the othe
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from parallel_cases import SIZES, build, difference, whole_gradients
+from processes import serve_cases
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -202,21 +198,5 @@ def case_refused(folder: Path, world: World) -> dict:
     return result
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    world = open_world(ParallelConfig(timeout=60))
-    for name in names:
-        started = time.perf_counter()
-        try:
-            result = globals()[f"case_{name}"](folder, world)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)  # without waiting for the other ranks
-        result["seconds"] = time.perf_counter() - started
-        if world.is_main:
-            (folder / f"{name}.json").write_text(json.dumps(result))
-    world.close()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    serve_cases(globals(), open_world(ParallelConfig(timeout=60)))

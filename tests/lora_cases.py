@@ -7,17 +7,14 @@ case that fails ends its process, and torchrun ends the others.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from parallel_cases import LOSS, difference, samples
+from processes import serve_cases
 from torch import Tensor
 
 import dapo.trainer
@@ -186,21 +183,6 @@ def case_run(folder: Path, world: World) -> dict:
     return {}
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    world = open_world(load_config(folder / "config.yaml", ["parallel.timeout=60"]).parallel)
-    for name in names:
-        started = time.perf_counter()
-        try:
-            result = globals()[f"case_{name}"](folder, world)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)  # without waiting for the other ranks
-        result["seconds"] = time.perf_counter() - started
-        if world.is_main:
-            (folder / f"{name}.json").write_text(json.dumps(result))
-    world.close()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    settings = load_config(Path(sys.argv[1]) / "config.yaml", ["parallel.timeout=60"]).parallel
+    serve_cases(globals(), open_world(settings))

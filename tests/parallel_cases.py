@@ -6,16 +6,11 @@ Rank 0 writes each case's result to FOLDER/CASE.json; a case that fails ends its
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
 import threading
-import time
-import traceback
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from processes import serve_cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -344,22 +339,5 @@ def case_stale(folder: Path, world: World) -> dict:
     return {"copy": difference(rollout_model.state_dict(), want)}
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    world = open_world(ParallelConfig(timeout=60))
-    for name in names:
-        started = time.perf_counter()
-        try:
-            result = globals()[f"case_{name}"](folder, world)
-        except BaseException:
-            (folder / f"{name}.{world.rank}.error").write_text(traceback.format_exc())
-            os._exit(1)  # without waiting for the other ranks
-        result["seconds"] = time.perf_counter() - started
-        if world.is_main:
-            (folder / f"{name}.json").write_text(json.dumps(result))
-    world.close()
-    assert not dist.is_initialized()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    serve_cases(globals(), open_world(ParallelConfig(timeout=60)))

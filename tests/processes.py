@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
+
+if TYPE_CHECKING:
+    from dapo.parallel import World
 
 TESTS = Path(__file__).parent
 
@@ -38,3 +45,38 @@ def shared_launch(
             folder.mkdir(exist_ok=True)
             results.write_text(json.dumps(launch(folder)))
     return json.loads(results.read_text()), folder
+
+
+def run_cases(folder: Path, processes: int, script: str, cases: Sequence[str]) -> dict[str, dict]:
+    """Results of the cases of tests/SCRIPT, run one after another by so many processes. Those that did not
+    come to an end are absent, and what ended them is printed."""
+    command = torchrun(processes, str(TESTS / script), str(folder), *cases)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    for error in folder.glob("*.error"):
+        print(f"{error.name}:\n{error.read_text()}")
+    if done.returncode:
+        print(done.stderr[-6000:])
+    files = {name: folder / f"{name}.json" for name in cases}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def serve_cases(functions: Mapping[str, Any], world: World) -> None:
+    """What a script of `run_cases` does: calls `case_NAME(folder, world)` for each name on its command line.
+    Rank 0 writes the results; a case that fails ends its process, and so all of them."""
+    import torch
+
+    torch.set_num_threads(1)
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:
+        started = time.perf_counter()
+        try:
+            result = functions[f"case_{name}"](folder, world)
+        except BaseException:
+            (folder / f"{name}.{world.rank}.error").write_text(traceback.format_exc())
+            os._exit(1)  # without waiting for the other ranks
+        result["seconds"] = time.perf_counter() - started
+        if world.is_main:
+            (folder / f"{name}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    world.close()
+    assert not torch.distributed.is_initialized()

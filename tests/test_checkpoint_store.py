@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import json
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import blank, full_disk, same_bits, values
-from processes import TESTS, environment, shared_launch, torchrun
+from processes import environment, run_cases, shared_launch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dapo.checkpoint import (
@@ -56,24 +55,13 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def run_cases(folder: Path, processes: int, cases: str) -> dict[str, dict]:
-    command = torchrun(processes, str(TESTS / "checkpoint_cases.py"), str(folder), *cases.split())
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-    for error in folder.glob("*.error"):
-        print(f"{error.name}:\n{error.read_text()}")
-    if done.returncode:
-        print(done.stderr[-6000:])
-    files = [folder / f"{name}.json" for name in cases.split()]
-    return {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Results of all cases on two processes, and the folder with what they wrote."""
 
     def launch(folder: Path) -> dict[str, dict]:
         write(folder / "one", 1)
-        return run_cases(folder, 2, TWO)
+        return run_cases(folder, 2, "checkpoint_cases.py", TWO.split())
 
     results, folder = shared_launch(tmp_path_factory, "checkpoints", launch)
     return results | {"folder": folder}
@@ -134,7 +122,7 @@ def test_replicas_write_each_value_once(two):
 
 @pytest.mark.slow
 def test_four_ranks_read_what_two_wrote(two):
-    results = run_cases(two["folder"], 4, "from_two hsdp")
+    results = run_cases(two["folder"], 4, "checkpoint_cases.py", ["from_two", "hsdp"])
     assert results["from_two"]["shards"] and results["from_two"]["hsdp"]
     assert results["hsdp"]["same"] and results["hsdp"]["shards"]
     assert same_bits(loaded(two["folder"] / "hsdp" / "step_000001"), values())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from context_cases import LENGTHS
 from parallel_cases import build
-from processes import TESTS, environment, shared_launch, torchrun
+from processes import environment, run_cases, shared_launch, torchrun
 from tiny import of_training, tiny_config, tiny_values
 
 from dapo.config import Config, load_config
@@ -27,22 +27,14 @@ TWO = "exchange llama qwen2_tied checkpointed one_key_head windowed token_sum bf
 LONGEST = 30  # of a row of 60 tokens, two processes
 
 
-def launch(processes: int, *arguments: str) -> None:
-    """Runs the processes, all of them to their end."""
-    command = torchrun(processes, *arguments)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
-def run_cases(folder: Path, processes: int, names: list[str]) -> dict[str, dict]:
-    launch(processes, str(TESTS / "context_cases.py"), str(folder), *names)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Results of all cases on two processes."""
-    results, _ = shared_launch(tmp_path_factory, "context", lambda folder: run_cases(folder, 2, TWO.split()))
+
+    def launch(folder: Path) -> dict[str, dict]:
+        return run_cases(folder, 2, "context_cases.py", TWO.split())
+
+    results, _ = shared_launch(tmp_path_factory, "context", launch)
     return results
 
 
@@ -97,7 +89,7 @@ def test_calls_that_sharing_would_get_wrong_are_refused(two):
 @pytest.mark.slow
 def test_four_processes_share_rows(tmp_path):
     """Two samples' shares of two processes each, then four processes to a row and two to a key head."""
-    results = run_cases(tmp_path, 4, ["qwen2_tied", "checkpointed", "four", "exchange"])
+    results = run_cases(tmp_path, 4, "context_cases.py", ["qwen2_tied", "checkpointed", "four", "exchange"])
     assert results.pop("exchange")["gradient"] is True
     for name, result in results.items():
         assert_as_one_process(result)
@@ -110,7 +102,9 @@ def trained(folder: Path, model_dir: Path, processes: int, **overrides) -> list[
     config = str(tiny_config(folder, model_dir, **overrides))
     command = ("dapo", "train", config)
     if processes > 1:
-        launch(processes, "-m", *command)
+        command = torchrun(processes, "-m", *command)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-6000:]
     else:
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr

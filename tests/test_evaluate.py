@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import signal
 import threading
 import time
 from collections import Counter
@@ -40,14 +39,6 @@ QUESTIONS = [{"question": f"{i}+{i}=", "answer": str(i), "note": "x" * i} for i 
 # The last digit of a response is its answer: about half of the tiny model's responses have one.
 DIGIT = ["--mode", "exact", "--answer-pattern", r"\d", "--max-tokens", "8", "--top-p", "1"]
 N = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_signal_handler():
-    """`dapo eval` sets one for SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 def run_eval(model: Path, data: Path, out: Path, *options: str, code: int = 0) -> None:

@@ -7,7 +7,6 @@ import copy
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lora_cases import LOSS, difference, far, logprobs, samples
-from processes import TESTS, environment, shared_launch, torchrun
+from processes import run_cases, shared_launch
 from safetensors.torch import load_file
 from tiny import of_training, tiny_config, tiny_values, write_jsonl
 from torch import Tensor
@@ -73,11 +72,8 @@ def two(tmp_path_factory, tiny_model_dir):
     """Results of all cases on two processes, and their folder."""
 
     def launch(folder: Path) -> dict[str, dict]:
-        command = torchrun(2, str(TESTS / "lora_cases.py"), str(folder), *CASES)
         tiny_config(folder, tiny_model_dir, **RUN)
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-6000:]
-        return {name: json.loads((folder / f"{name}.json").read_text()) for name in CASES}
+        return run_cases(folder, 2, "lora_cases.py", CASES)
 
     results, folder = shared_launch(tmp_path_factory, "lora", launch)
     return results | {"folder": folder}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +28,6 @@ CUDA = (
     "GiB is free. Including non-PyTorch memory, this process has 77.80 GiB memory in use. Of the allocated "
     "memory 70.01 GiB is allocated by PyTorch, and 6.50 GiB is reserved by PyTorch but unallocated."
 )
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handler():
-    """`dapo train` sets one for SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 def run_out(*args, **kwargs):

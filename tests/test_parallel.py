@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from parallel_cases import BIG, build
-from processes import TESTS, environment, shared_launch, torchrun
+from processes import run_cases, shared_launch
 from safetensors.torch import load_file, save_file
 from tiny import GENERATION_DEFAULTS
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -42,28 +40,13 @@ TWO = """llama qwen2_tied checkpointed no_samples replicate context gathers mixe
 helpers save stale"""
 
 
-def run_cases(folder: Path, processes: int, cases: list[str]) -> dict[str, dict]:
-    """Results of the cases; those that did not come to an end are absent."""
-    command = torchrun(processes, str(TESTS / "parallel_cases.py"), str(folder), *cases)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-    for error in folder.glob("*.error"):
-        print(f"{error.name}:\n{error.read_text()}")
-    if done.returncode:
-        print(done.stderr[-6000:])
-    return {
-        name: json.loads((folder / f"{name}.json").read_text())
-        for name in cases
-        if (folder / f"{name}.json").exists()
-    }
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Results of all cases on two processes, and the folder with what they read."""
 
     def launch(folder: Path) -> dict[str, dict]:
         write_weights(folder)
-        return run_cases(folder, 2, TWO.split())
+        return run_cases(folder, 2, "parallel_cases.py", TWO.split())
 
     results, folder = shared_launch(tmp_path_factory, "two", launch)
     return results | {"folder": folder}
@@ -115,7 +98,7 @@ def test_other_meshes_train_as_one_process(two, case, mesh, data_size):
 
 @pytest.mark.slow
 def test_replicated_shards_train_as_one_process(tmp_path):
-    results = run_cases(tmp_path, 4, ["replicate", "context"])
+    results = run_cases(tmp_path, 4, "parallel_cases.py", ["replicate", "context"])
     for case, mesh, data_size in (("replicate", [2, 2, 1], 4), ("context", [1, 2, 2], 2)):
         assert (results[case]["mesh"], results[case]["data_size"]) == (mesh, data_size)
         assert_trains_as_one_process(results[case])

@@ -31,14 +31,6 @@ EVERYTHING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_signal_handler():
-    """`dapo train` sets one for SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
 @pytest.fixture
 def make(tmp_path: Path, tiny_model_dir: Path):
     """Writes the configuration of the run NAME/run, with a held-out prompt where it is evaluated."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import signal
 import subprocess
 import sys
 
@@ -16,13 +15,6 @@ from tiny import tiny_config, write_jsonl
 from dapo.cli import main
 from dapo.logging import RunLogger
 from dapo_kernels import fused_linear_policy_loss
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def one_line(capsys) -> str:

@@ -21,13 +21,6 @@ REPOSITORY = Path(__file__).parent.parent
 SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 
 
-@pytest.fixture(autouse=True)
-def own_signal_handler():
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
 def start(folder: Path, model_dir: Path) -> subprocess.Popen:
     folder.mkdir()
     held_out = write_jsonl(folder / "held_out.jsonl", [{"prompt": "1*1=", "answer": ""}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,6 @@ peak_memory_gb memory_rollout_gb memory_train_gb
 """
 KEYS = set(NAMES.split())
 EVAL_KEYS = {"eval_accuracy", "eval_pass_at_k"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_signal_handler():
-    """`dapo train` sets one for SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 def strict_rows(path: Path) -> list[dict]:
