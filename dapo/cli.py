@@ -46,4 +46,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS:
         import_module(f".commands.{COMMANDS[name]}", __package__).add(commands)
-    return parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positional words before an option or after it, not on both sides.
+    if rest and all("=" in word and not word.startswith("-") for word in rest) and "overrides" in arguments:
+        arguments.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments

@@ -48,7 +48,7 @@ class RunLogger:
                 save_config(config, partial)
             self.metrics = (self.run / "metrics.jsonl").open("a", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"run_dir {self.run} cannot be made: {error.strerror}; choose another") from None
+            raise UserError(f"run_dir {self.run} cannot be written: {error.strerror}") from None
         self.trackers.open(self.run, config, resumed[1] if resumed else 0)
 
     def log_rollouts(self, batch: RolloutBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from .config import Config, load_config
 from .errors import UserError
 from .files import replacing
 
+logger = logging.getLogger(__name__)
+
 FIXED = ("seed", "model", "data", "lora", "rollout.group_size")
 """Sections and keys that a resumed run shares with its beginning; all others may change."""
+MOVABLE = ("model.path", "model.reference_path", "data.train.source", "data.eval.source")
+"""But these may be somewhere else: what they hold is compared."""
 
 
 def resumed_config(
@@ -30,8 +35,16 @@ def resumed_config(
     """
     run = Path(run)
     own = run / "config.yaml"
+    if run.parent.name == "checkpoints":
+        raise UserError(
+            f"--resume {run}: give the run's folder, {run.parent.parent}. It goes on from its newest whole "
+            "checkpoint; to go back to an earlier one, move the newer ones away"
+        )
     if not own.is_file():
-        raise UserError(f"--resume {run}: there is no config.yaml, so it is not a run's folder")
+        raise UserError(
+            f"--resume {run}: there is no config.yaml, so it is not a run's folder. Of a run that lost it: "
+            "copy the configuration there"
+        )
     before = load_config(own)
     after = load_config(path or own, overrides).model_copy(update={"run_dir": str(run)})
     old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
@@ -48,7 +61,7 @@ def resumed_config(
 
 
 def _is_fixed(key: str) -> bool:
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
+    return key not in MOVABLE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -61,6 +74,31 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def check_can_begin_again(run: Path, every: int) -> None:
+    """For a run without a checkpoint: raises `UserError` if there ought to be one, since what the run has
+    logged would be lost.
+
+    Args:
+        every: `checkpoint.every`.
+    """
+    steps = [step for step in map(_step_of, _lines(run / "metrics.jsonl")) if step is not None]
+    if steps and (every == 0 or max(steps) >= every):
+        raise UserError(
+            f"--resume {run}: metrics.jsonl has {max(steps)} steps, but {run}/checkpoints holds none "
+            "to go on from: put it back, or start a new run with another run_dir"
+        )
+
+
+def is_finished(run: Path, step: int) -> bool:
+    """Whether the model and the report of the step are written."""
+    events = [json.loads(line) for line in _lines(run / "events.jsonl") if _step_of(line) is not None]
+    return any(event.get("kind") == "finished" and event["step"] == step for event in events)
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n") if path.exists() else []
+
+
 def cut_back(run: Path, sampled: int, logged: int) -> None:
     """Takes out of a run's folder what belongs to later steps than the state it goes on from.
 
@@ -70,9 +108,11 @@ def cut_back(run: Path, sampled: int, logged: int) -> None:
     """
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        kept = [line for line in metrics.read_bytes().split(b"\n") if _step_of(line) in range(1, logged + 1)]
+        kept = {_step_of(line): line for line in _lines(metrics) if _step_of(line) in range(1, logged + 1)}
+        if len(kept) < logged:
+            logger.warning("%s lacks %d of the first %d steps", metrics, logged - len(kept), logged)
         with replacing(metrics) as partial:
-            partial.write_bytes(b"".join(line + b"\n" for line in kept))
+            partial.write_bytes(b"".join(kept[step] + b"\n" for step in sorted(kept)))
     for folder, last in (("rollouts", sampled), ("eval", logged)):
         for path in (run / folder).glob("step_*"):
             if path.stem[5:].isdigit() and int(path.stem[5:]) > last:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import BackgroundWriter, Checkpoint, CheckpointFailed, latest_checkpoint, prune
+from .checkpoint import BackgroundWriter, Checkpoint, CheckpointFailed, latest_checkpoint, prune, set_aside
 from .config import Config
-from .errors import TrainingStopped
-from .parallel import World
+from .errors import TrainingStopped, UserError
+from .model_files import weights_fingerprint
+from .parallel import World, model_folder, same_on_all_ranks
 from .run_state import (
     position_from_json,
     position_to_json,
@@ -46,6 +47,10 @@ class Saver:
         self.writer = BackgroundWriter(self.root, world)
         self.saved: int | None = None
         """The last step that was saved, or is being saved."""
+        self.base = same_on_all_ranks(_fingerprints(config) if world.is_main else {}, world)
+        """Of weights that are not trained, by their path."""
+        self.set_aside: list[int] = []
+        """Damaged checkpoints that `restore` passed over."""
         self.best: dict[str, float] | None = None
         """`step` and `accuracy` of the best evaluation so far."""
 
@@ -68,6 +73,7 @@ class Saver:
             "updates": self.updater.updates,
             "skipped_in_a_row": self.updater.skipped_in_a_row,
             "best": self.best,
+            "base": self.base,
             "unlogged": unlogged,
             **position_to_json(self.sampler.position),
         }
@@ -113,8 +119,19 @@ class Saver:
         checkpoint = latest_checkpoint(self.root, self.world)
         if checkpoint is None:
             return None
+        self._check_base(checkpoint.state)
         self._restore(checkpoint)
+        if self.world.is_main:
+            self.set_aside = set_aside(self.root, after=checkpoint.step)
         return checkpoint.state
+
+    def _check_base(self, state: dict[str, Any]) -> None:
+        saved = state.get("base", self.base)
+        if sorted(saved.values()) != sorted(self.base.values()):
+            raise UserError(
+                f"the weights in {' or '.join(self.base)} are not those that the run began with, and what it "
+                "trains builds on them (LoRA, or the reference of algorithm.kl_coef): put those back"
+            )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state, ranks = checkpoint.state, checkpoint.rank_states
@@ -128,3 +145,11 @@ class Saver:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _fingerprints(config: Config) -> dict[str, str]:
+    """Of the models that training needs besides what a checkpoint holds."""
+    paths = [config.model.path] if config.lora.rank is not None else []
+    if config.algorithm.kl_coef:
+        paths.append(config.model.reference_path or config.model.path)
+    return {path: weights_fingerprint(model_folder(path)) for path in dict.fromkeys(paths)}

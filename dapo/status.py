@@ -160,9 +160,13 @@ def _go_on(run: Path, state: str, steps: int | None, checkpoint: dict | None) ->
     if state == "running" or steps is None:
         return None
     processes = (checkpoint or {}).get("processes") or 1
+    return go_on_command(run, processes, *([f"train.steps={2 * steps}"] if state == "finished" else []))
+
+
+def go_on_command(run: str | Path, processes: int, *overrides: str) -> str:
+    """What resumes a run, as a line for a shell."""
     start = ["dapo"] if processes == 1 else f"torchrun --nproc_per_node {processes} -m dapo".split()
-    more = [f"train.steps={2 * steps}"] if state == "finished" else []
-    return shlex.join([*start, "train", "--resume", str(run), *more])
+    return shlex.join([*start, "train", "--resume", str(run), *overrides])
 
 
 def _disk(run: Path) -> dict[str, Any]:

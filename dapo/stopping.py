@@ -24,6 +24,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         """Number of the signal that came; 0: none."""
+        self.saved = False
+        """Whether the run has saved and ended because of it."""
 
     @contextmanager
     def noted(self, on_first: Callable[[int], None] = lambda signum: None) -> Iterator[None]:

@@ -32,6 +32,7 @@ from .parallel.weights import adapter_state_dict
 from .policy_setup import build_policy
 from .progress import StepProgress, describe_eval, describe_gain
 from .report import write_report
+from .resume import check_can_begin_again, is_finished
 from .rollout.build import build_engine, engine_world
 from .sampling import RolloutBatch, Sampler
 from .saving import Saver
@@ -69,7 +70,7 @@ class Trainer:
         judging = (self.engine, self.data.scorer, self.tokenizer, self.generating, self.stop.abandon)
         self.sampler = Sampler(config, self.stream, *judging)
         self.updater = Updater(config, self.policy, self.world)
-        failed = functools.partial(self._note, "checkpoint failed")
+        failed = functools.partial(self.note, "checkpoint failed")
         self.saver = Saver(config, self.updater, self.sampler, self.world, failed)
         self.step = 0
         """The last step whose updates are made."""
@@ -78,13 +79,14 @@ class Trainer:
         self.logger = self._open_logger(None if changes is None else self._restore())
         for change in changes or ():
             self.console.print(f"changed on resume: {change}", soft_wrap=True)
-            self._note("changed", change)
+            self.note("changed", change)
 
     def _restore(self) -> tuple[int, int]:
         """Takes up the newest whole checkpoint, or begins anew where there is none; returns the last steps
         whose rollouts, and whose lines, are of the state that the run goes on from."""
         state = self.saver.restore()
         if state is None:
+            check_can_begin_again(Path(self.config.run_dir), self.config.checkpoint.every)
             self.console.print("there is no checkpoint yet: the run begins again", soft_wrap=True)
             return 0, 0
         self.step, self.unlogged = state["step"], state["unlogged"]
@@ -95,13 +97,10 @@ class Trainer:
 
     def _check_unfinished(self) -> None:
         run, steps = Path(self.config.run_dir), self.config.train.steps
-        complete = (run / "report.html").exists() and (
-            (run / "model").exists() or not self.config.train.save_model
-        )
-        if self.step >= steps and self.unlogged is None and complete:
+        if self.step > steps or (self.step == steps and self.unlogged is None and is_finished(run, steps)):
             raise UserError(
-                f"--resume {run}: the run is through, with {self.step} of {steps} steps; to go on give a "
-                f"larger train.steps, as in train.steps={2 * self.step}"
+                f"--resume {run}: the run is through, with {self.step} steps made and train.steps {steps}; "
+                f"to go on give more, as in train.steps={2 * self.step}"
             )
 
     def _open_logger(self, resumed: tuple[int, int] | None) -> RunLogger | None:
@@ -116,7 +115,10 @@ class Trainer:
             raise UserError(error)
         if logger is not None:
             kind, how = ("started", "") if resumed is None else ("resumed", f"after step {self.step}")
-            logger.log_event(kind, self.step, f"{how} on {self.world.size} processes".strip())
+            count = "one process" if self.world.size == 1 else f"{self.world.size} processes"
+            logger.log_event(kind, self.step, f"{how} on {count}".strip())
+            for step in self.saver.set_aside:
+                logger.log_event("damaged checkpoint", step, f"step {step} was passed over")
         return logger
 
     def train(self) -> None:
@@ -125,7 +127,8 @@ class Trainer:
         try:
             self._train()
         except Exception as error:
-            self._note("failed", first_line(error) or type(error).__name__)
+            if not self.world.distributed:  # of several processes the command knows better which one failed
+                self.note("failed", first_line(error) or type(error).__name__)
             raise
 
     def _train(self) -> None:
@@ -140,7 +143,8 @@ class Trainer:
                 with phase("checkpoint", self.step):
                     self.saver.finish(self.step, self.unlogged)
             if self._stopped():
-                self._note("stopped", f"by signal {self.stop.signal} after step {self.step}")
+                self.note("stopped", f"by signal {self.stop.signal} after step {self.step}")
+                self.stop.saved = True
                 self.stop.leave()
 
     def _begin(self) -> None:
@@ -164,7 +168,7 @@ class Trainer:
         ended = time.perf_counter()
         self.step = step
         if stats.skipped_updates:
-            self._note("skipped", f"{stats.skipped_updates} updates of step {step}")
+            self.note("skipped", f"{stats.skipped_updates} updates of step {step}")
         if self.logger is not None:
             self.logger.log_rollouts(batch)
         metrics = {
@@ -226,7 +230,8 @@ class Trainer:
             soft_wrap=True,
         )
 
-    def _note(self, kind: str, message: str) -> None:
+    def note(self, kind: str, message: str) -> None:
+        """A line of events.jsonl, for `dapo status`."""
         if self.logger is not None:
             self.logger.log_event(kind, self.step, message)
 
@@ -237,8 +242,8 @@ class Trainer:
                 self._save_model()
         if self.logger is None:
             return
-        self._note("finished", f"{self.step} steps")
         report = write_report(self.logger.run)
+        self.note("finished", f"{self.step} steps")
         evaluations = self.logger.evaluations()
         if len(evaluations) > 1:
             self.console.print(describe_gain(evaluations[0], evaluations[-1]), soft_wrap=True)

@@ -5,6 +5,7 @@ python scripts/config_reference.py
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_origin
 
@@ -57,16 +58,21 @@ def _nested(field: FieldInfo) -> type[Section] | None:
 
 def _type(field: FieldInfo) -> str:
     text = field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
+    literal = re.search(r"Literal\[(.*?)\]", text)
+    if literal:
+        choices = [f"`{choice}`" for choice in re.findall(r"'([^']*)'", literal[1])]
+        return " or ".join(choices + ["null"] * _may_be_null(field))
     for noise in ("typing.", "Annotated", "NoneType"):
         text = text.replace(noise, "")
-    if text.startswith("Literal"):
-        choices = ("null" if choice is None else f"`{choice}`" for choice in field.annotation.__args__)
-        return " or ".join(choices)
     if "int" in text:
-        text = "int or null" if "None" in text else "int"
+        text = "int or null" if _may_be_null(field) else "int"
     elif "float" in text:
-        text = "float or null" if "None" in text else "float"
+        text = "float or null" if _may_be_null(field) else "float"
     return text.replace(" | None", " or null").replace("|", "or")
+
+
+def _may_be_null(field: FieldInfo) -> bool:
+    return "None" in str(field.annotation) or field.default is None
 
 
 def _default(field: FieldInfo) -> str:

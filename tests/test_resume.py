@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def test_a_run_that_is_through_says_so(make, tmp_path: Path, capsys) -> None:
     before = outcome(run)
     assert resume(run) == 2
     error = capsys.readouterr().err
-    assert "the run is through, with 2 of 2 steps" in error and "train.steps=4" in error
+    assert "the run is through, with 2 steps made and train.steps 2" in error and "train.steps=4" in error
     assert outcome(run) == before
 
 
@@ -213,6 +214,75 @@ def test_t16_a_checkpoint_that_finds_the_disk_full_does_not_end_the_run(
     error = capsys.readouterr().err
     assert "No space left on device" in error and error.count("\n") == 1
     assert saved_steps(run / "checkpoints") == [1, 3]
+
+
+def test_a_run_killed_while_it_saves_its_model_is_finished(make, whole, tmp_path, monkeypatch) -> None:
+    """Also one that was finished before, and went on: its old model and report are there."""
+    want = whole(**{"train.steps": 4})
+    config, run = make("stopped"), tmp_path / "stopped/run"
+    assert main(["train", config]) == 0
+    monkeypatch.setattr(dapo.trainer, "save_model", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        resume(run, "train.steps=4")
+    monkeypatch.undo()
+    assert saved_steps(run / "checkpoints")[-1] == 4
+    assert resume(run) == 0
+    assert_same(run, want)
+
+
+def test_a_damaged_checkpoint_does_not_crowd_out_the_new_ones(make, tmp_path: Path) -> None:
+    config, run = make("a", **{"checkpoint": {"every": 1, "keep": 2}}), tmp_path / "a/run"
+    assert main(["train", config, "train.steps=4"]) == 0
+    (run / "checkpoints/step_000004/ranks.json").write_text("[")
+    assert resume(run, "checkpoint.keep=1") == 0
+    assert saved_steps(run / "checkpoints") == [4]
+    assert (run / "checkpoints/step_000004.damaged/ranks.json").read_text() == "["
+    assert ("damaged checkpoint", 4) in events(run)
+    assert load_config(run / "config.yaml").train.steps == 4
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "a link to nothing"])
+def test_where_checkpoints_are_missing_nothing_is_erased(make, tmp_path: Path, capsys, what: str) -> None:
+    config, run = make("a", **{"checkpoint": {"every": 1}}), tmp_path / "a/run"
+    assert main(["train", config]) == 0
+    shutil.rmtree(run / "checkpoints")
+    if what == "a file":
+        (run / "checkpoints").write_text("")
+    if what == "a link to nothing":
+        (run / "checkpoints").symlink_to(tmp_path / "not mounted")
+    before = outcome(run)
+    assert resume(run, "train.steps=4") == 2
+    error = capsys.readouterr().err
+    assert ("holds none to go on from" in error) == (what == "nothing") and "checkpoints" in error
+    assert outcome(run) == before
+
+
+def test_model_and_data_may_be_elsewhere_but_not_others(
+    make, whole, tmp_path, tiny_model_dir, capsys
+) -> None:
+    settings = {"lora": {"rank": 2}}
+    want = whole(**settings, **{"train.steps": 3})
+    config, run = make("moved", **settings), tmp_path / "moved/run"
+    assert main(["train", config]) == 0
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    os.rename(tmp_path / "moved/prompts.jsonl", tmp_path / "prompts.jsonl")
+    moved = [f"model.path={tmp_path}/model", f"data.train.source={tmp_path}/prompts.jsonl", "train.steps=3"]
+    weights = tmp_path / "model/model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + bytes(4))
+    assert resume(run, *moved) == 2
+    assert "are not those that the run began with" in capsys.readouterr().err
+    weights.write_bytes(content)
+    assert resume(run, *moved) == 0
+    assert_same(run, want)
+
+
+def test_overrides_may_stand_on_both_sides_and_paths_hold_equals_signs(make, tmp_path: Path) -> None:
+    config = Path(make("a=1"))
+    run = config.parent / "run"
+    assert main(["train", str(config), "train.steps=1"]) == 0
+    assert main(["train", str(config), "seed=0", "--resume", str(run), "train.steps=3"]) == 0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_what_may_change_is_applied_and_noted(make, tmp_path: Path, capsys) -> None:

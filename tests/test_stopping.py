@@ -72,7 +72,7 @@ def test_signal_ends_the_run_with_its_code_and_one_line(stopped, signum: signal.
     run = folder / "run"
     steps = (run / "metrics.jsonl").read_bytes().count(b"\n")
     said = [
-        f"dapo: {how} after step {step}; what {run} holds is whole: `dapo report {run}` shows it, "
+        f"dapo: {how} after step {step}; what {run} holds is whole: `dapo status {run}` shows it, "
         f"`dapo train --resume {run}` goes on\n"
         for step in (steps, steps + 1)  # a step counts as done before its evaluation is
     ]

@@ -7,7 +7,7 @@ gives every other file's size and digest.
 
 from .background import BackgroundWriter
 from .errors import CheckpointFailed, DamagedCheckpoint
-from .folders import prune, saved_steps, step_folder
+from .folders import prune, saved_steps, set_aside, step_folder
 from .read import Checkpoint, latest_checkpoint, open_checkpoint
 from .write import write_checkpoint
 
@@ -20,6 +20,7 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "saved_steps",
+    "set_aside",
     "step_folder",
     "write_checkpoint",
 ]

@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+from ..errors import UserError
 from .errors import reason
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def saved_steps(root: Path) -> list[int]:
     and anything else, does not count."""
     root = Path(root)
     if not root.is_dir():
+        if root.is_symlink() or root.exists():
+            raise UserError(f"{root} is no folder, or a link to nothing: checkpoints go there")
         return []
     steps = (step_of(entry) for entry in root.iterdir() if entry.is_dir())
     return sorted(step for step in steps if step is not None)
@@ -58,6 +61,19 @@ def prune(root: Path, keep: int, best: int | None = None) -> None:
             delete(folder)
         except OSError as error:
             logger.warning("%s could not be deleted: %s", folder, reason(error))
+
+
+def set_aside(root: Path, after: int) -> list[int]:
+    """Renames checkpoints of later steps to `step_000010.damaged`, which none of this counts any more, and
+    returns their steps. For those that a run passed over, which would be taken for its newest."""
+    later = [step for step in saved_steps(root) if step > after]
+    for step in later:
+        folder = step_folder(root, step)
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder, aside)
+        logger.warning("%s is kept as %s", folder, aside.name)
+    return later
 
 
 def delete(folder: Path) -> None:

@@ -176,6 +176,7 @@ def latest_checkpoint(root: Path, world: World) -> Checkpoint | None:
                 logger.warning("checkpoint of step %d is passed over: %s", step, error)
     if steps:
         raise UserError(
-            f"all {len(steps)} checkpoints in {root} are damaged ({damage}): move them away to begin anew"
+            f"all {len(steps)} checkpoints in {root} are damaged ({damage}): start a new run with another "
+            "run_dir"
         )
     return None

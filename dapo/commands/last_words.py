@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 
-from ..errors import TrainingStopped, UserError
+from ..errors import TrainingStopped, UserError, first_line
 from ..memory_advice import is_out_of_memory, without_advice
 from ..parallel.watchdog import Watchdog
 from .terminal import print_line
 
 
-def last_words(error: Exception, watchdog: Watchdog) -> int:
+def last_words(error: Exception, watchdog: Watchdog, note: Callable[[str, str], None] | None = None) -> int:
     """Says what ended this process, unless a lower rank says the same, and returns its exit code. What a
     person can do something about, and the loss of another process, is one line; else it is the traceback.
 
@@ -24,6 +25,8 @@ def last_words(error: Exception, watchdog: Watchdog) -> int:
     if is_out_of_memory(error):
         error = without_advice(error, place)
     error = watchdog.explained(error)
+    if note is not None:
+        note("failed", first_line(error) or type(error).__name__)
     code = 2 if isinstance(error, UserError) else 1
     if not watchdog.is_first_to_say():
         return code

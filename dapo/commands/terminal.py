@@ -61,8 +61,10 @@ def open_console() -> Console:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = RunConsole(markup=False, emoji=False, highlight=False)  # paths and responses as they are
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False)
+    else:  # in a file, a line stays a line
+        handler = logging.StreamHandler(sys.stdout)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     transformers_logging.disable_progress_bar()
     return console

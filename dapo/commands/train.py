@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
+from pathlib import Path
 
 from ..errors import UserError
 from .terminal import complain, open_console, stoppable
@@ -30,9 +33,10 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..config import load_config
     from ..resume import resumed_config
+    from ..status import go_on_command
 
     path, overrides = arguments.config, arguments.overrides
-    if path is not None and "=" in path:
+    if path is not None and re.match(r"[\w.]+=", path) and not Path(path).exists():
         path, overrides = None, [path, *overrides]
     if arguments.resume is not None:
         config, changes = resumed_config(arguments.resume, overrides, path)
@@ -58,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             from .last_words import last_words
 
-            return last_words(error, watchdog.current())
+            return last_words(error, watchdog.current(), trainer and trainer.note)
         return 0
 
     def stopped(how: str, code: int) -> int:
@@ -67,9 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
             return complain(reason, 1)
         if trainer is None:
             return complain(f"{how} before training began", code)
+        if not trainer.stop.saved:
+            trainer.note("stopped", f"{how} at once: what came after the newest checkpoint is not saved")
         return complain(
             f"{how} after step {trainer.step}; what {config.run_dir} holds is whole: "
-            f"`dapo report {config.run_dir}` shows it, `dapo train --resume {config.run_dir}` goes on",
+            f"`{shlex.join(['dapo', 'status', config.run_dir])}` shows it, "
+            f"`{go_on_command(config.run_dir, trainer.world.size)}` goes on",
             code,
         )
 

@@ -103,7 +103,9 @@ class RewardConfig(Section):
     """Regular expression; its last match in the response (group 1, if it has one) is judged in place of the
     response. Null: the mode finds the answer."""
     correct: float = 1.0
+    """Reward of a right response."""
     wrong: float = -1.0
+    """Reward of a wrong one."""
     time_limit: Annotated[float, Field(gt=0)] = 5.0
     """Seconds for one verdict."""
     memory_limit_mb: Count = 1024
