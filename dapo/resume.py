@@ -81,18 +81,24 @@ def check_can_begin_again(run: Path, every: int) -> None:
     Args:
         every: `checkpoint.every`.
     """
-    steps = [step for step in map(_step_of, _lines(run / "metrics.jsonl")) if step is not None]
-    if steps and (every == 0 or max(steps) >= every):
+    made = max((step for step in map(_step_of, _lines(run / "metrics.jsonl")) if step is not None), default=0)
+    saved = any(event["kind"] in ("finished", "stopped") and event["step"] for event in _events(run))
+    # The first one may be unfinished until the second is due.
+    if made and (saved or every == 0 or made > 2 * every):
         raise UserError(
-            f"--resume {run}: metrics.jsonl has {max(steps)} steps, but {run}/checkpoints holds none "
-            "to go on from: put it back, or start a new run with another run_dir"
+            f"--resume {run}: metrics.jsonl has {made} steps, but {run}/checkpoints holds none to go on "
+            "from: put it back, or start a new run with another run_dir"
         )
 
 
 def is_finished(run: Path, step: int) -> bool:
     """Whether the model and the report of the step are written."""
-    events = [json.loads(line) for line in _lines(run / "events.jsonl") if _step_of(line) is not None]
-    return any(event.get("kind") == "finished" and event["step"] == step for event in events)
+    return any(event["kind"] == "finished" and event["step"] == step for event in _events(run))
+
+
+def _events(run: Path) -> list[dict[str, Any]]:
+    lines = [line for line in _lines(run / "events.jsonl") if _step_of(line) is not None]
+    return [event for event in map(json.loads, lines) if "kind" in event]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -24,9 +24,9 @@ from .parallel import (
     Watchdog,
     all_reduce_max,
     full_state_dict,
+    on_main,
     open_world,
     phase,
-    same_on_all_ranks,
 )
 from .parallel.weights import adapter_state_dict
 from .policy_setup import build_policy
@@ -86,7 +86,8 @@ class Trainer:
         whose rollouts, and whose lines, are of the state that the run goes on from."""
         state = self.saver.restore()
         if state is None:
-            check_can_begin_again(Path(self.config.run_dir), self.config.checkpoint.every)
+            every = self.config.checkpoint.every
+            on_main(lambda: check_can_begin_again(Path(self.config.run_dir), every), self.world)
             self.console.print("there is no checkpoint yet: the run begins again", soft_wrap=True)
             return 0, 0
         self.step, self.unlogged = state["step"], state["unlogged"]
@@ -105,14 +106,7 @@ class Trainer:
 
     def _open_logger(self, resumed: tuple[int, int] | None) -> RunLogger | None:
         """On rank 0; an error there is one on all ranks."""
-        logger, error = None, None
-        if self.world.is_main:
-            try:
-                logger = RunLogger(self.config, resumed)
-            except UserError as reason:
-                error = str(reason)
-        if error := same_on_all_ranks(error, self.world):
-            raise UserError(error)
+        logger = on_main(lambda: RunLogger(self.config, resumed), self.world)
         if logger is not None:
             kind, how = ("started", "") if resumed is None else ("resumed", f"after step {self.step}")
             count = "one process" if self.world.size == 1 else f"{self.world.size} processes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+SPEECH = 3.0
+"""Seconds in which the first process may say what ended all: torchrun ends the others with the first to go."""
+
+
 def complain(message: str, code: int) -> int:
     """Prints one line to stderr and returns `code`. Of the processes of a run, the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
         print_line(message)
+    elif code in (1, 2):
+        time.sleep(SPEECH)
     return code
 
 

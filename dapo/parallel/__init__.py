@@ -5,6 +5,7 @@ from .collectives import (
     all_reduce_max,
     all_reduce_sum,
     gather_objects,
+    on_main,
     same_on_all_ranks,
     split_across_ranks,
 )
@@ -12,7 +13,7 @@ from .loading import load_shards
 from .meta import empty_model, model_folder
 from .sharding import clip_grad_norm, shard_policy, transformer_blocks
 from .watchdog import Watchdog, phase
-from .weights import full_state_dict, inference_copy, policy_weights, refresh, tied_head
+from .weights import full_state_dict, inference_copy, policy_weights, refresh, release, tied_head
 from .world import World, open_world
 
 __all__ = [
@@ -28,10 +29,12 @@ __all__ = [
     "inference_copy",
     "load_shards",
     "model_folder",
+    "on_main",
     "open_world",
     "phase",
     "policy_weights",
     "refresh",
+    "release",
     "same_on_all_ranks",
     "shard_policy",
     "split_across_ranks",

@@ -91,6 +91,13 @@ def _whole(unit: nn.Module) -> Iterator[None]:
         unit.reshard()
 
 
+def release(policy: Policy) -> None:
+    """Lets go of what a forward without backward left gathered: `policy.parameters()` are shards again."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _units(policy: Policy) -> dict[str, list[str]]:
     """What is gathered at a time: the name of each sharded module, and the names of its own parameters. All
     at once where nothing is in shards."""

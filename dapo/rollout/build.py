@@ -31,7 +31,10 @@ def build_engine(config: Config, built: Built, world: World, longest_prompt: int
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         # Without the head under its own name the engine on CPU keeps the one that it packed before.
-        return itertools.chain(policy_weights(policy), tied_head(policy))
+        for name, weight in itertools.chain(policy_weights(policy), tied_head(policy)):
+            # vLLM holds what it is given until a layer has all of it, where rows are padded until the end;
+            # what was gathered is gone by then.
+            yield name, weight.clone() if world.distributed else weight
 
     engine = VLLMEngine(
         model_folder(config.model.path),
