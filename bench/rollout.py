@@ -2,7 +2,7 @@
 
     python -m bench.rollout [--rounds 3] [--threads 2] [--model models/SmolLM2-135M-Instruct]
 
-64 responses, eight to a prompt: all of 64 tokens, or of 8 to 64 tokens. In a batch of transformers' those that
+64 responses, eight to a prompt: all of 64 tokens, or of 8 to 64 tokens. In a batch of transformers those that
 have ended wait for the longest, and what they generate meanwhile is not counted; vLLM drops them.
 """
 
@@ -27,7 +27,7 @@ from dapo.parallel import policy_weights, tied_head
 from dapo.rollout import HFEngine, Request, RolloutEngine, SamplingParams
 from dapo.rollout.vllm import VLLMEngine
 
-RESPONSES, SAMPLES, SHORTEST, LONGEST = 64, 8, 8, 64
+RESPONSES, SHORTEST, LONGEST = 64, 8, 64
 UNSAID = [3]  # an EOS that SmolLM2 does not generate
 TEXTS = [f"Question: what is {17 * i + 3} + {23 * i + 8}? Think step by step. Answer:" for i in range(8)]
 LENGTHS = {
@@ -69,7 +69,7 @@ def measure(engine: RolloutEngine, requests: Sequence[Request], lengths: Sequenc
 def compare(path: str, dtype: str, rounds: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     prompts = AutoTokenizer.from_pretrained(path)(TEXTS)["input_ids"]
-    # In an order in which a prompt's responses are of all lengths.
+    # A prompt's responses are of all lengths.
     requests = [Request(prompts[i % len(prompts)], (i,)) for i in range(RESPONSES)]
     ours = vllm_engine(path, dtype, model, max(map(len, prompts)))
     theirs = HFEngine(model, UNSAID, RESPONSES)

@@ -34,13 +34,13 @@ def training(processes: int, kill: list | None = None, *overrides: str) -> dict:
 
 
 class Runs:
-    """Runs of one configuration in one folder."""
+    """Runs of one configuration in one folder, by a script that serves cases like kill_cases.py."""
 
-    def __init__(self, folder: Path, model_dir: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model_dir: Path, script: str = "kill_cases.py", **options) -> None:
+        self.folder, self.script = folder, script
         held_out = write_jsonl(folder / "held_out.jsonl", [{"prompt": "1*1=", "answer": ""}])
         data = {"data.eval": {"source": str(held_out)}}
-        self.config = tiny_config(folder, model_dir, **OPTIONS, **data)
+        self.config = tiny_config(folder, model_dir, **OPTIONS, **data, **options)
         self.results: dict[str, dict] = {}
 
     def run(self, trainings: dict[str, list[dict]]) -> None:
@@ -50,7 +50,7 @@ class Runs:
             for name, each in trainings.items()
         ]
         (self.folder / "cases.json").write_text(json.dumps(cases))
-        command = [sys.executable, str(TESTS / "kill_cases.py"), str(self.folder / "cases.json")]
+        command = [sys.executable, str(TESTS / self.script), str(self.folder / "cases.json")]
         subprocess.run(command, env=environment(), check=True, timeout=500)
         for name in trainings:
             self.results[name] = json.loads((self.folder / f"{name}.json").read_text())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 SPEECH = 3.0
-"""Seconds in which the first process may say what ended all: torchrun ends the others with the first to go."""
+"""Seconds for the first process to say what ended all: torchrun ends the others with the first to go."""
 
 
 def complain(message: str, code: int) -> int:

