@@ -205,7 +205,7 @@ def test_hostile_responses_are_wrong_in_no_time(name, mode):
         "exact",
     ):  # normalising such an answer takes the released scorer the whole limit
         assert verify("Answer: 35", HOSTILE[name], mode) is False
-    assert time.monotonic() - started < 20  # two verdicts of at most 5 s, and a worker to start on a busy machine
+    assert time.monotonic() - started < 20  # two of at most 5 s, and a worker to start on a busy machine
 
 
 def test_what_hangs_is_wrong_and_logged(caplog):

