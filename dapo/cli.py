@@ -6,7 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from .errors import TrainingStopped, UserError
+from .errors import TrainingStopped, UserError, one_line
 
 COMMANDS = {
     "train": "train",
@@ -25,13 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
-    except UserError as error:
-        return _complain(str(error), 2)
-    except TrainingStopped as error:
-        return _complain(str(error), 1)
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        return _complain(f"cannot go on: {error.strerror or error}{where}; what was written is whole", 1)
+    except (UserError, TrainingStopped, OSError) as error:
+        return _complain(one_line(error), 2 if isinstance(error, UserError) else 1)
 
 
 def _complain(message: str, code: int) -> int:

@@ -18,3 +18,13 @@ class Terminated(BaseException):
 def first_line(error: Exception) -> str:
     """What an error of a library says, short enough to be part of one line."""
     return str(error).strip().split("\n")[0]
+
+
+def one_line(error: Exception) -> str | None:
+    """What a person is told of an error of theirs, of the run or of the system; None for any other."""
+    if isinstance(error, UserError | TrainingStopped):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot go on: {error.strerror or error}{where}; what was written is whole"
+    return None

@@ -80,8 +80,7 @@ class Saver:
         best = self.best and int(self.best["step"])
 
         def tidy(written: Path) -> None:
-            if self.world.is_main:
-                prune(self.root, self.settings.keep, best)
+            prune(self.root, self.settings.keep, best)
 
         self._wait()
         self.saved = step

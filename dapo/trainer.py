@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from .checkpoint.together import on_main
 from .config import Config
 from .data import PromptStream
 from .errors import UserError, first_line
@@ -24,7 +25,6 @@ from .parallel import (
     Watchdog,
     all_reduce_max,
     full_state_dict,
-    on_main,
     open_world,
     phase,
 )
@@ -106,7 +106,13 @@ class Trainer:
 
     def _open_logger(self, resumed: tuple[int, int] | None) -> RunLogger | None:
         """On rank 0; an error there is one on all ranks."""
-        logger = on_main(lambda: RunLogger(self.config, resumed), self.world)
+        logger = None
+
+        def make() -> None:
+            nonlocal logger
+            logger = RunLogger(self.config, resumed)
+
+        on_main(make, self.world)
         if logger is not None:
             kind, how = ("started", "") if resumed is None else ("resumed", f"after step {self.step}")
             count = "one process" if self.world.size == 1 else f"{self.world.size} processes"

@@ -14,11 +14,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.optim
+from processes import fork
 
 import dapo.rollout.build
 import dapo.sampling
@@ -77,21 +77,6 @@ def install(point: str, signum: int) -> None:
 
     original_step, Trainer._train_step = Trainer._train_step, train_step
     setattr(owner, name, killing)
-
-
-def fork(work: Callable[[], int], log: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        os.setpgid(0, 0)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = work()
-    finally:
-        os._exit(code)
 
 
 def start(training: dict, arguments: list[str], log: Path) -> list[int]:

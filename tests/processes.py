@@ -47,6 +47,23 @@ def shared_launch(
     return json.loads(results.read_text()), folder
 
 
+def fork(work: Callable[[], int], log: Path) -> int:
+    """Id of a process of its own group that does the work, whose result is its exit code; it writes to the
+    log."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = work()
+    finally:
+        os._exit(code)
+
+
 def run_cases(folder: Path, processes: int, script: str, cases: Sequence[str]) -> dict[str, dict]:
     """Results of the cases of tests/SCRIPT, run one after another by so many processes. Those that did not
     come to an end are absent, and what ended them is printed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kill_cases import POINTS
 from processes import TESTS, environment
-from tiny import of_training, tiny_config, write_jsonl
+from tiny import outcome, tiny_config, write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -62,12 +62,7 @@ class Runs:
         return (self.folder / f"{name}.log").read_text()
 
     def outcome(self, name: str) -> dict[str, object]:
-        run = self.folder / name
-        files = [*run.glob("rollouts/*"), *run.glob("eval/*"), run / "model/model.safetensors"]
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        return {str(path.relative_to(run)): path.read_bytes() for path in files} | {
-            "metrics": [of_training(json.loads(line)) for line in lines]
-        }
+        return outcome(self.folder / name)
 
     def assert_as_whole(self, name: str) -> None:
         got, want = self.outcome(name), self.outcome("whole")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import of_training, tiny_config, unfinished, write_jsonl
+from tiny import outcome, tiny_config, unfinished, write_jsonl
 
 import dapo.trainer
 from dapo.checkpoint import saved_steps
@@ -56,14 +56,6 @@ def whole(make, tmp_path: Path):
         return outcome(tmp_path / "whole/run")
 
     return train
-
-
-def outcome(run: Path) -> dict[str, object]:
-    """All that must not depend on whether, and where, a run was stopped."""
-    files = [*run.glob("rollouts/*"), *run.glob("eval/*"), run / "model/model.safetensors"]
-    contents = {str(path.relative_to(run)): path.read_bytes() for path in files}
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return contents | {"metrics": [of_training(json.loads(line)) for line in lines]}
 
 
 def assert_same(run: Path, want: dict[str, object]) -> None:

@@ -143,3 +143,11 @@ def unfinished(run: Path) -> list[Path]:
     """What only a process at work may leave in a run's folder."""
     hidden = [path for path in run.rglob("*") if path.name.startswith(".") or ".partial" in path.name]
     return [path for path in hidden if not path.match("checkpoints/step_*/.metadata")]
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """All that must not depend on whether, and where, a run was stopped."""
+    files = [*run.glob("rollouts/*"), *run.glob("eval/*"), run / "model/model.safetensors"]
+    contents = {str(path.relative_to(run)): path.read_bytes() for path in files}
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return contents | {"metrics": [of_training(json.loads(line)) for line in lines]}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from processes import fork
 
 import dapo.trainer
 from dapo.cli import main
@@ -102,20 +103,6 @@ def train(name: str, rank: int, config: str, run: Path) -> int:
     if rank in ranks:
         install()
     return main(["train", config, f"run_dir={run}", "train.steps=3", *overrides])
-
-
-def fork(work: Callable[[], int], log: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = work()
-    finally:
-        os._exit(code)
 
 
 def start(name: str, folder: Path, config: str) -> tuple[list[int], dist.Store]:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from ..errors import TrainingStopped, UserError, first_line
+from ..errors import UserError, first_line, one_line
 from ..memory_advice import is_out_of_memory, without_advice
 from ..parallel.watchdog import Watchdog
 from .terminal import print_line
@@ -30,7 +30,7 @@ def last_words(error: Exception, watchdog: Watchdog, note: Callable[[str, str], 
     code = 2 if isinstance(error, UserError) else 1
     if not watchdog.is_first_to_say():
         return code
-    line = _one_line(error)
+    line = one_line(error)
     if line is not None:
         spoken = watchdog.is_of_others or rank == 0 or f"rank {rank}" in line
         print_line(line if spoken else f"rank {rank}: {line}")
@@ -39,12 +39,3 @@ def last_words(error: Exception, watchdog: Watchdog, note: Callable[[str, str], 
     traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
     return code
-
-
-def _one_line(error: Exception) -> str | None:
-    if isinstance(error, UserError | TrainingStopped):
-        return str(error)
-    if isinstance(error, OSError):
-        where = f" {error.filename}" if error.filename else ""
-        return f"cannot go on: {error.strerror or error}{where}; what was written is whole"
-    return None

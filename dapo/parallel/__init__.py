@@ -5,7 +5,6 @@ from .collectives import (
     all_reduce_max,
     all_reduce_sum,
     gather_objects,
-    on_main,
     same_on_all_ranks,
     split_across_ranks,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "inference_copy",
     "load_shards",
     "model_folder",
-    "on_main",
     "open_world",
     "phase",
     "policy_weights",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UserError
 from .watchdog import waiting
 from .world import World
 
@@ -100,17 +99,3 @@ def split_across_ranks(items: Sequence[T], world: World, cost: Callable[[T], flo
         if least == rank:
             mine.append(index)
     return [items[index] for index in sorted(mine)]
-
-
-def on_main(work: Callable[[], T], world: World) -> T | None:
-    """What `work` returns on rank 0; None elsewhere, where it is not called. Raises its `UserError` on all
-    ranks."""
-    result, error = None, None
-    if world.is_main:
-        try:
-            result = work()
-        except UserError as reason:
-            error = str(reason)
-    if error := same_on_all_ranks(error, world):
-        raise UserError(error)
-    return result
