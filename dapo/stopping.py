@@ -28,9 +28,16 @@ class StopRequest:
         """Whether the run has saved and ended because of it."""
 
     @contextmanager
-    def noted(self, on_first: Callable[[int], None] = lambda signum: None) -> Iterator[None]:
+    def noted(
+        self, on_first: Callable[[int], None] = lambda signum: None, after_errors: bool = False
+    ) -> Iterator[None]:
         """Inside, the first signal is noted, and `on_first` told its number; a second one has its usual
-        effect. Only the main thread can do so: in others nothing changes."""
+        effect. Only the main thread can do so: in others nothing changes.
+
+        Args:
+            after_errors: whether that stays so when an error leaves: of processes that end of one cause each
+                is to tell of it, and not of the signal that its end brought the others.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -47,10 +54,15 @@ class StopRequest:
 
         for number in usual:
             signal.signal(number, note)
+        stays = False
         try:
             yield
+        except Exception:
+            stays = after_errors
+            raise
         finally:
-            restore()
+            if not stays:
+                restore()
 
     def abandon(self) -> None:
         """For work that need not be finished to call now and then. Raises `Abandoned` once a signal came."""

@@ -134,7 +134,8 @@ class Trainer:
     def _train(self) -> None:
         steps = self.config.train.steps
         progress = StepProgress(self.console, self.step, steps, self.config.rollout.prompts_per_step)
-        with phase("training"), self.stop.noted(self._say_stopping), progress:
+        noted = self.stop.noted(self._say_stopping, after_errors=self.world.distributed)
+        with phase("training"), noted, progress:
             with contextlib.suppress(Abandoned):
                 self._begin()
                 while self.step < steps and not self._stopped():

@@ -16,6 +16,7 @@ from tiny import tiny_config, unfinished, write_jsonl
 from transformers import PreTrainedModel
 
 from dapo.cli import main
+from dapo.stopping import StopRequest
 
 REPOSITORY = Path(__file__).parent.parent
 SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
@@ -145,3 +146,21 @@ def test_interrupt_while_rollouts_are_written_leaves_no_half_file(
     monkeypatch.setattr("os.replace", interrupt)
     assert interrupted_main(["train", str(config)]) == 130
     assert list((tmp_path / "run/rollouts").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "after_errors", "stays"),
+    [(ValueError, True, True), (ValueError, False, False), (KeyboardInterrupt, True, False)],
+)
+def test_a_signal_after_an_error_is_noted_where_others_bring_it(error, after_errors, stays) -> None:
+    stop, usual = StopRequest(), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(error), stop.noted(after_errors=after_errors):
+            raise error
+        assert (signal.getsignal(signal.SIGTERM) is not usual) == stays
+        if stays:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is usual
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -198,6 +198,12 @@ def test_errors_of_collectives_are_told_from_others(
         assert explained is error and dog.notes.own.ended == "failed"
 
 
+def test_a_loss_is_told_by_the_rank_that_met_it(of_two) -> None:
+    own, other = note(0, "update", (5, 0), ended="lost"), note(1, "update", (5, 0))
+    assert not of_two([own, other]).was_lost_elsewhere()
+    assert of_two([own, replace(other, ended="lost")]).was_lost_elsewhere()
+
+
 def test_with_one_process_nothing_is_noted() -> None:
     dog = Watchdog(World(torch.device("cpu")), ParallelConfig())
     with phase("update", 1), dog.phase("generation"), dog.waiting(), watchdog.waiting():

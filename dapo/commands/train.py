@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         others = watchdog.current()
         if others is not None and (reason := others.failure_elsewhere()):  # torchrun ends the rest for it
             return complain(reason, 1)
+        if others is not None and others.was_lost_elsewhere():
+            return 1
         if trainer is None:
             return complain(f"{how} before training began", code)
         if not trainer.stop.saved:

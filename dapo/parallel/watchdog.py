@@ -157,6 +157,10 @@ class Watchdog:
         note = failed(self.notes.read())
         return None if note is None or note.rank == self.world.rank else describe_failed(note)
 
+    def was_lost_elsewhere(self) -> bool:
+        """Whether another process has ended because of others; it has said why."""
+        return any(note.ended == "lost" and note.rank != self.world.rank for note in self.notes.read())
+
     def is_first_to_say(self) -> bool:
         """Of an error that was given to `explained`: whether no lower rank ends of the same, or because
         others were lost, as this one."""
