@@ -30,12 +30,15 @@ class Request:
     noise_key: tuple[int, ...]
     """Seeds this response's sampling noise, for instance (seed, step, prompt, sample): what is sampled
     depends on neither the batch nor the rank it runs in."""
+    begun: tuple[int, ...] = ()
+    """Tokens of the response that were generated before: what is asked for is the rest. They count towards
+    `max_new_tokens`, of which they leave at least one."""
 
 
 @dataclass(frozen=True)
 class Completion:
     token_ids: list[int]
-    """EOS included, where the response ended by itself."""
+    """EOS included, where the response ended by itself; without what was begun before."""
     logprobs: list[float]
     """Of each token, in the distribution it was sampled from."""
     finished: bool
@@ -72,6 +75,31 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Generation(Protocol):
+    """Responses under way. Their numbers are the positions of the requests."""
+
+    def advance(self) -> list[tuple[int, Completion]]:
+        """Generates on for a moment, and returns the responses that have ended since."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """Whether a response has not ended yet."""
+        ...
+
+    def stop(self) -> dict[int, Completion]:
+        """Ends it. Of each response that has not ended: what there is of it, with `finished` false."""
+        ...
+
+
+class InterruptibleEngine(RolloutEngine, Protocol):
+    """One whose responses can be left in the middle, and gone on with after a sync."""
+
+    def start(self, requests: Sequence[Request], sampling: SamplingParams) -> Generation:
+        """As `generate`, without waiting. There is one generation at a time, and no sync meanwhile."""
+        ...
 
 
 def noise_seed(key: tuple[int, ...]) -> int:

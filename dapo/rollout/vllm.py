@@ -91,26 +91,32 @@ class VLLMEngine:
         check: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """One completion for each request, in order; `on_completion` is called as each one ends."""
-        # What is in the cache depends on what was generated before, and so would the last bits.
-        self._forget_prefixes()
-        positions: dict[str, int] = {}
         completions: dict[int, Completion] = {}
+        generation = self.start(requests, sampling)
         try:
-            for i, request in enumerate(requests):
-                positions[self._add(request.prompt_ids, self._sampling(sampling, request))] = i
-            while self.engine.has_unfinished_requests():
+            while generation.running:
                 if check is not None:
                     check()
-                for output in self.engine.step():
-                    if output.finished:
-                        i = positions[output.request_id]
-                        completions[i] = _completion(output.outputs[0])
-                        if on_completion is not None:
-                            on_completion(i, completions[i])
-        except BaseException:
-            self.engine.abort_request(list(positions))
-            raise
+                for i, completion in generation.advance():
+                    completions[i] = completion
+                    if on_completion is not None:
+                        on_completion(i, completion)
+        finally:
+            generation.stop()
         return [completions[i] for i in range(len(requests))]
+
+    def start(self, requests: Sequence[Request], sampling: SamplingParams) -> VLLMGeneration:
+        # What is in the cache depends on what was generated before, and so would the last bits.
+        self._forget_prefixes()
+        generation = VLLMGeneration(self.engine)
+        try:
+            for i, request in enumerate(requests):
+                params = self._sampling(sampling, request)
+                generation.add(i, self._add([*request.prompt_ids, *request.begun], params))
+        except BaseException:
+            generation.stop()
+            raise
+        return generation
 
     def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of every token but the first, at temperature 1."""
@@ -134,12 +140,13 @@ class VLLMEngine:
 
     def _sampling(self, sampling: SamplingParams, request: Request) -> Any:
         return self.vllm.SamplingParams(
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=sampling.max_new_tokens - len(request.begun),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             repetition_penalty=sampling.repetition_penalty,
-            seed=noise_seed(request.noise_key),
+            # Of the rest of a response it must be other noise than its beginning had.
+            seed=noise_seed((*request.noise_key, len(request.begun)) if request.begun else request.noise_key),
             stop_token_ids=self.eos_token_ids,
             ignore_eos=True,  # that of the model's configuration, unless it is among these
             logprobs=0,  # of the sampled token alone
@@ -172,6 +179,40 @@ class VLLMEngine:
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+class VLLMGeneration:
+    """What one call gave the engine core; `advance` is one step of it, a token of each response."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.positions: dict[str, int] = {}
+        self._latest: dict[str, Any] = {}
+
+    def add(self, position: int, name: str) -> None:
+        self.positions[name] = position
+
+    @property
+    def running(self) -> bool:
+        return bool(self.positions)
+
+    def advance(self) -> list[tuple[int, Completion]]:
+        ended = []
+        for output in self.engine.step():
+            self._latest[output.request_id] = output.outputs[0]
+            if output.finished:
+                position = self.positions.pop(output.request_id)
+                ended.append((position, _completion(self._latest.pop(output.request_id))))
+        return ended
+
+    def stop(self) -> dict[int, Completion]:
+        names, self.positions = self.positions, {}
+        self.engine.abort_request(list(names))
+        nothing = Completion([], [], finished=False)
+        return {
+            position: _completion(self._latest[name]) if name in self._latest else nothing
+            for name, position in names.items()
+        }
 
 
 def _completion(output: Any) -> Completion:
